@@ -1,0 +1,1 @@
+"""Text and activations that tell the solver which errors matter."""

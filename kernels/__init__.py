@@ -1,0 +1,1 @@
+"""Arithmetic on bits: knows tensors and integers only."""

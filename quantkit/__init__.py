@@ -1,0 +1,23 @@
+"""quantkit: quantize language models, convert between formats, prove each result.
+
+The public API has the verbs of the command line; each name is imported when it is first used, so that
+`import quantkit` costs nothing.
+"""
+
+import importlib
+from typing import Any
+
+from quantkit.version import VERSION as __version__
+
+_HOMES = {
+    "open_checkpoint": "quantkit.checkpoint.reader",
+    "load": "quantkit.runtime.load",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quantkit' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

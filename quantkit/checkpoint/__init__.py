@@ -1,0 +1,1 @@
+"""Where a model lives: safetensors folders, read lazily and written in bounded shards."""

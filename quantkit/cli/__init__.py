@@ -1,0 +1,48 @@
+"""The `quantkit` command. `main` is the one place where errors become words and exit codes."""
+
+import os
+import sys
+import traceback
+
+
+def main() -> None:
+    """Run the command line and exit with the code of `quantkit.errors` (0, 2, 3, 10 to 16, 130, 1)."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns its exit code. Nothing is on stdout when it is not 0 under `--json`."""
+    import click
+
+    from quantkit.cli.app import app
+    from quantkit.console import print_error
+    from quantkit.errors import QuantkitError
+
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        code = app(arguments, prog_name="quantkit", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except QuantkitError as error:
+        if debug:
+            traceback.print_exc()
+        print_error(error.message, error.hint)
+        return error.exit_code
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        command = error.ctx.command_path if getattr(error, "ctx", None) else "quantkit"
+        print_error(error.format_message().replace("\n", " "), f"`{command} --help` lists the options")
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        print_error("interrupted", None)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): not an error of ours, and nothing can be said any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print_error(f"{type(error).__name__}: {error}", "this is a bug: run again with `--debug` and report the traceback")
+        return 1

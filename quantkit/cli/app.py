@@ -1,0 +1,25 @@
+"""The Typer app: one small module for each command group, imported here; torch is imported only inside commands."""
+
+import typer
+
+from quantkit.version import VERSION
+
+app = typer.Typer(
+    name="quantkit",
+    help="Quantize language models to GPTQ and EXL2, convert between formats, and prove each result.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"quantkit {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version.")) -> None:
+    pass

@@ -1,0 +1,1 @@
+"""The verbs: each module is a plain run(settings, progress) → report."""

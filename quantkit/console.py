@@ -1,0 +1,90 @@
+"""The only module that prints: progress bars, tables, error + hint, `--json`.
+
+Words and progress go to stderr, results to stdout. With `--json` stdout carries one JSON object and nothing else.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from quantkit.progress import Task
+
+out = Console(highlight=False, soft_wrap=False)
+err = Console(stderr=True, highlight=False, soft_wrap=False)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The machine-readable result: one object on stdout. Raises ValueError on NaN rather than write invalid JSON."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A result for people, on stdout. The first column is text, the others are right-aligned figures."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def print_text(text: str, *, end: str = "\n") -> None:
+    """Plain result text on stdout, as it is."""
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
+def print_error(message: str, hint: str | None) -> None:
+    """`error:` and `hint:` on stderr, unwrapped so that both can be pasted."""
+    sys.stderr.write(f"error: {message}\n")
+    if hint:
+        sys.stderr.write(f"hint: {hint}\n")
+    sys.stderr.flush()
+
+
+def say(line: str) -> None:
+    """One line of narration on stderr."""
+    err.print(line, markup=False)
+
+
+class _Bar:
+    """One bar. Off a terminal, where nothing can be redrawn, it writes a line now and then instead."""
+
+    SECONDS_BETWEEN_LINES = 10.0
+
+    def __init__(self, bars: Progress, label: str, total: int) -> None:
+        self._bars, self._label, self._total, self._done = bars, label, total, 0
+        self._id = bars.add_task(label, total=total, note="")
+        self._start = self._last = time.monotonic()
+
+    def advance(self, steps: int = 1, *, note: str = "") -> None:
+        self._done += steps
+        self._bars.update(self._id, advance=steps, note=note)
+        now = time.monotonic()
+        if err.is_terminal or now - self._last < self.SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        left = (now - self._start) / max(self._done, 1) * (self._total - self._done)
+        say(f"{self._label}: {self._done}/{self._total}, {left:.0f} s left{', ' + note if note else ''}")
+
+
+class Bars:
+    """`progress.Progress` for a terminal: rich bars with elapsed time and ETA on stderr."""
+
+    @contextmanager
+    def task(self, label: str, total: int) -> Iterator[Task]:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                   TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[note]}", markup=False))
+        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
+            yield _Bar(bars, label, total)
+
+    def say(self, line: str) -> None:
+        say(line)

@@ -1,0 +1,1 @@
+"""Proof that a quantized model is still itself."""

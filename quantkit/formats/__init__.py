@@ -1,0 +1,1 @@
+"""How one weight is stored: a codec for each format."""

@@ -1,0 +1,1 @@
+"""What a model is: families as data, one transformer for calibration and generation."""

@@ -1,0 +1,1 @@
+"""Using weights: loading, tokenizing, caching, sampling, generating."""

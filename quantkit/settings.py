@@ -1,0 +1,85 @@
+"""One frozen dataclass for each command. Settings stop at the commands; lower layers take the values they need."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeSettings:
+    """`quantkit quantize`: what to quantize, to which format, against which text."""
+
+    model: str
+    out: Path
+    format: str = "gptq"
+    bits: int = 4
+    group_size: int = 128
+    sym: bool = True
+    act_order: bool = False
+    calibration: str = "bundled"
+    samples: int = 128
+    length: int = 512
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    overwrite: bool = False
+    strict: bool = False
+    evaluate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertSettings:
+    """`quantkit convert ROUTE IN OUT`."""
+
+    source: Path
+    out: Path
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """Which text is scored, in which windows: shared by all `quantkit eval` commands."""
+
+    dataset: str | None = None
+    text: Path | None = None
+    length: int = 2048
+    windows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexitySettings:
+    """`quantkit eval perplexity MODEL`."""
+
+    model: str
+    text: TextSettings
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class CompareSettings:
+    """`quantkit eval compare REFERENCE CANDIDATE`."""
+
+    reference: str
+    candidate: str
+    text: TextSettings
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSettings:
+    """`quantkit generate MODEL`: one prompt (plain or chat) and how to continue it."""
+
+    model: str
+    prompt: str
+    chat: bool = False
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+    device: str = "auto"
+    dtype: str = "auto"

@@ -1,0 +1,1 @@
+"""Error-compensated rounding of one weight; knows no file, model or format."""
