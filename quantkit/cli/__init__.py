@@ -12,11 +12,14 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line; returns its exit code. Nothing is on stdout when it is not 0 under `--json`."""
-    import click
+    import typer
 
     from quantkit.cli.app import app
     from quantkit.console import print_error
     from quantkit.errors import QuantkitError
+
+    # Typer carries its own copy of click since 0.26 and used the package before: name its classes through Typer.
+    usage_error = typer.BadParameter.__bases__[0]
 
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
@@ -28,13 +31,16 @@ def run(arguments: list[str]) -> int:
             traceback.print_exc()
         print_error(error.message, error.hint)
         return error.exit_code
-    except click.exceptions.Exit as error:
+    except typer.Exit as error:
         return error.exit_code
-    except click.ClickException as error:
-        command = error.ctx.command_path if getattr(error, "ctx", None) else "quantkit"
-        print_error(error.format_message().replace("\n", " "), f"`{command} --help` lists the options")
+    except usage_error as error:
+        command = error.ctx.command_path if error.ctx else "quantkit"
+        message = error.format_message().replace("\n", " ")
+        if not message:  # no arguments at all: the help text has been printed
+            return 2
+        print_error(message[0].lower() + message[1:].rstrip("."), f"`{command} --help` lists the options")
         return 2
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted", None)
         return 130
     except BrokenPipeError:
