@@ -1,0 +1,39 @@
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+DEMO   := .cache/demo
+ONE_THREAD := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+
+.PHONY: setup demo test proof lint bench docs clean
+
+setup: $(VENV)/.ready  ## a virtual environment with quantkit, its tests and the versions of constraints.txt
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup  ## the main job on a real model: import, quantize, measure the damage, generate
+	MODEL=$$($(BIN)/python tests/smollm2.py) && \
+	$(BIN)/quantkit quantize $$MODEL -o $(DEMO)/smollm2-gptq --group-size 64 --overwrite && \
+	$(BIN)/quantkit generate $(DEMO)/smollm2-gptq --chat "What is gravity? Answer in two sentences."
+
+test: setup  ## the fast suite, two processes of one thread each
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2
+
+proof: setup  ## slow end-to-end proofs on the real model
+	$(BIN)/python -m pytest -m proof
+
+lint: setup  ## ruff on the tree, mypy on an installed copy (its finder does not follow package-dir)
+	$(BIN)/ruff check .
+	rm -rf build/types && $(BIN)/python -m pip install --quiet --no-deps --target build/types .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --python-executable ../../$(BIN)/python
+
+bench: setup  ## speed of this machine's kernels as ratios in one run
+	$(BIN)/python docs/bench/kernels.py
+
+docs: setup  ## regenerate docs/reference from the command line, the settings and the errors
+	$(BIN)/python docs/reference/generate.py
+
+clean:
+	rm -rf build .venv .pytest_cache .ruff_cache .mypy_cache *.egg-info
