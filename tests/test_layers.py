@@ -17,7 +17,8 @@ LAYERS = [
     {"job", "plan", "calibration", "solver", "runtime"},
     {"evaluators"},
     {"commands"},
-    {"cli", "console"},
+    {"console"},
+    {"cli"},
 ]
 # The few sideways steps, each with its reason.
 SIDEWAYS = {

@@ -2,6 +2,7 @@
 
 import typer
 
+from quantkit.cli.doctor import doctor
 from quantkit.version import VERSION
 
 app = typer.Typer(
@@ -23,3 +24,6 @@ def _version(show: bool) -> None:
 @app.callback()
 def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version.")) -> None:
     pass
+
+
+app.command()(doctor)
