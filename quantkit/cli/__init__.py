@@ -4,6 +4,8 @@ import os
 import sys
 import traceback
 
+INTERRUPTED = 130
+
 
 def main() -> None:
     """Run the command line and exit with the code of `quantkit.errors` (0, 2, 3, 10 to 16, 130, 1)."""
@@ -25,6 +27,9 @@ def run(arguments: list[str]) -> int:
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         code = app(arguments, prog_name="quantkit", standalone_mode=False)
+        # Typer answers Ctrl-C with Exit(130), which it hands back as the command's result.
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except QuantkitError as error:
         if debug:
@@ -42,7 +47,7 @@ def run(arguments: list[str]) -> int:
         return 2
     except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted", None)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output went away (`| head`): not an error of ours, and nothing can be said any more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
