@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 DEMO   := .cache/demo
 ONE_THREAD := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 
-.PHONY: setup demo test proof lint bench docs clean
+.PHONY: setup peers demo test proof lint bench docs clean
 
 setup: $(VENV)/.ready  ## a virtual environment with quantkit, its tests and the versions of constraints.txt
 
@@ -21,7 +21,12 @@ demo: setup  ## the main job on a real model: import, quantize, measure the dama
 test: setup  ## the fast suite, two processes of one thread each
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2
 
-proof: setup  ## slow end-to-end proofs on the real model
+peers: .venv-peers/.ready  ## other tools that read and write the same formats, in an environment of their own
+
+.venv-peers/.ready: tests/peers/setup.sh
+	tests/peers/setup.sh .venv-peers
+
+proof: setup peers  ## slow end-to-end proofs: the real model, the peers
 	$(BIN)/python -m pytest -m proof
 
 lint: setup  ## ruff on the tree, mypy on an installed copy (its finder does not follow package-dir)
@@ -36,4 +41,4 @@ docs: setup  ## regenerate docs/reference from the command line, the settings an
 	$(BIN)/python docs/reference/generate.py
 
 clean:
-	rm -rf build .venv .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf build .venv .venv-peers .pytest_cache .ruff_cache .mypy_cache *.egg-info
