@@ -1,0 +1,207 @@
+"""A model's chat template: found among its files, compiled in a sandbox, rendered within limits.
+
+A template is code that came with somebody else's weights. It runs in jinja2's immutable sandbox, sees only values it is
+handed, and cannot be very long, count very far, repeat text without end or write very much. Nothing here knows token ids.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence, Sized
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quantkit.errors import CheckpointError, RequestError
+
+MAX_SOURCE_CHARS = 1 << 19
+MAX_OUTPUT_CHARS = 1 << 23
+MAX_LOOP_STEPS = 1_000_000
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """One compiled template. `render` turns messages into the text the model was trained to read."""
+
+    def __init__(self, source: str, file: Path, tokens: Mapping[str, str]) -> None:
+        """`file` is named in errors; `tokens` are the special tokens a template may print (`bos_token`, …).
+
+        Raises CheckpointError for a template that is too long or does not compile.
+        """
+        self.file = file
+        self._tokens = dict(tokens)
+        if len(source) > MAX_SOURCE_CHARS:
+            raise CheckpointError(
+                f"the chat template in `{file}` has {len(source)} characters, more than the "
+                f"{MAX_SOURCE_CHARS} that are accepted",
+                hint="use `--prompt` with plain text",
+            )
+        try:
+            self._template = _Sandbox().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template in `{file}` does not compile: line {error.lineno}: {error.message}",
+                hint="use `--prompt` with plain text, or mend the template",
+            ) from error
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, answer: bool = True
+    ) -> str:
+        """The conversation as text, special tokens spelled out; with `answer` it ends where the model is to go on.
+
+        Raises RequestError where the template itself refuses the messages, CheckpointError where it fails.
+        """
+        try:
+            return self._write(
+                {
+                    **self._tokens,
+                    "messages": [dict(message) for message in messages],
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": answer,
+                    "range": _range_within(MAX_LOOP_STEPS),
+                }
+            )
+        except _Refusal as error:
+            raise RequestError(
+                f"the chat template in `{self.file}` refuses these messages: {error.message}",
+                hint="change the roles or their order, or use `--prompt` with plain text",
+            ) from error
+        except Exception as error:  # whatever foreign code may raise: TypeError, OverflowError, UndefinedError, …
+            raise CheckpointError(
+                f"the chat template in `{self.file}` fails: {error}",
+                hint="use `--prompt` with plain text, or mend the template",
+            ) from error
+
+    def _write(self, values: dict[str, Any]) -> str:
+        written, pieces = 0, []
+        for piece in self._template.generate(values):
+            written += len(piece)
+            if written > MAX_OUTPUT_CHARS:
+                raise jinja2.TemplateRuntimeError(f"it writes more than {MAX_OUTPUT_CHARS} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str = "default") -> tuple[str, Path] | None:
+    """The source of the template called `name` and the file it stands in, or None if the model has none.
+
+    Newest spelling first: `chat_template.jinja` (others in `additional_chat_templates/`), `chat_template.json`, then
+    `chat_template` in `tokenizer_config.json`; the last two hold one text or a list of named ones.
+    Raises CheckpointError when there are templates but none of that name.
+    """
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (main := folder / "chat_template.jinja").is_file():
+        files["default"] = main
+    if name in files:
+        try:
+            return files[name].read_text(encoding="utf-8"), files[name]
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"`{files[name]}` is not UTF-8 text: {error}") from error
+    for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
+        content = tokenizer_config if file.name == "tokenizer_config.json" else read_json(file)
+        if (found := content.get("chat_template")) is not None:
+            return _named(found, name, file), file
+    return None
+
+
+def _named(found: Any, name: str, file: Path) -> str:
+    if isinstance(found, str):
+        return found
+    if isinstance(found, list):
+        found = {
+            entry["name"]: entry["template"]
+            for entry in found
+            if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
+        }
+    if not isinstance(found, dict) or not all(isinstance(source, str) for source in found.values()):
+        raise CheckpointError(f"`chat_template` in `{file}` is neither a text nor a list of named templates")
+    if name in found:
+        return str(found[name])
+    if len(found) == 1:
+        return str(next(iter(found.values())))
+    raise CheckpointError(f"`chat_template` in `{file}` has no template `{name}`, only {', '.join(map(repr, found))}")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """An optional side file of a checkpoint as a dict, empty where it is absent. Raises CheckpointError if damaged."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"`{file}` cannot be read as JSON: {error}", hint="fetch this file again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"`{file}` holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+class _Refusal(jinja2.TemplateError):
+    """A template's own `raise_exception(...)`."""
+
+
+def _refuse(message: object = "") -> None:
+    raise _Refusal(str(message))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja2's own filter of this name escapes for HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _range_within(budget: int) -> Callable[..., range]:
+    """`range` for one rendering: all its loops together may take `budget` steps."""
+    left = budget
+
+    def limited(*bounds: int) -> range:
+        nonlocal left
+        steps = range(*bounds)
+        left -= len(steps)
+        if left < 0:
+            raise jinja2.TemplateRuntimeError(f"its loops take more than {budget} steps")
+        return steps
+
+    return limited
+
+
+class _GenerationTag(Extension):
+    """`{% generation %} … {% endgeneration %}` marks the assistant's words for training; here its body is just text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 reads a plain set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The dialect that chat templates are written in, without powers and without large repetitions."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _refuse
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        size = max((len(side) for side in (left, right) if isinstance(side, Sized)), default=0)
+        times = max((side for side in (left, right) if isinstance(side, int)), default=0)
+        if operator == "**" or size * times > MAX_OUTPUT_CHARS:
+            raise jinja2.exceptions.SecurityError(f"`{operator}` is not allowed here")
+        return super().call_binop(context, operator, left, right)
+
+
+__all__ = ["ChatTemplate", "Message", "find_template", "read_json"]

@@ -1,0 +1,139 @@
+import json
+
+import pytest
+
+from quantkit.errors import CheckpointError, RequestError
+from quantkit.runtime import chat
+from quantkit.runtime.chat import ChatTemplate, find_template
+
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me <b>more</b>"}]
+
+
+def render(source, tmp_path, messages=TURNS, **options):
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    return ChatTemplate(source, tmp_path / "chat_template.jinja", tokens).render(messages, **options)
+
+
+def test_messages_special_tokens_and_the_answer_prompt_are_seen(tmp_path):
+    source = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    assert render(source, tmp_path) == "<s>[system]Be brief.</s>[user]Tell me <b>more</b></s>[assistant]"
+    assert render(source, tmp_path, answer=False).endswith("</s>")
+
+
+def test_block_lines_leave_no_blank_space(tmp_path):
+    source = "{% for m in messages %}\n    {% if m.role == 'user' %}\nuser\n    {% endif %}\n{% endfor %}\n"
+    assert render(source, tmp_path) == "user\n"
+
+
+def test_dialect_of_published_templates(tmp_path):
+    """tojson without HTML escapes, loop controls, namespaces, the `generation` tag, dates, string methods."""
+    assert render("{{ messages[1] | tojson }}", tmp_path) == json.dumps(TURNS[1])
+    assert render("{{ {'a': 1} | tojson(indent=2) }}", tmp_path) == '{\n  "a": 1\n}'
+    assert (
+        render(
+            "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}", tmp_path
+        )
+        == "system"
+    )
+    assert (
+        render(
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            tmp_path,
+        )
+        == "2"
+    )
+    assert render("a{% generation %}b{{ messages[0].role }}{% endgeneration %}c", tmp_path) == "absystemc"
+    assert len(render("{{ strftime_now('%Y-%m-%d') }}", tmp_path)) == 10
+    assert render("{{ messages[0].content.split(' ')[0].upper() }}{{ 2 * 3 }}{{ '-' * 4 }}", tmp_path) == "BE6----"
+
+
+def test_refusal_of_the_template_is_passed_on(tmp_path):
+    with pytest.raises(RequestError, match="refuses these messages: system role not supported") as caught:
+        render(
+            "{% if messages[0].role == 'system' %}{{ raise_exception('system role not supported') }}{% endif %}",
+            tmp_path,
+        )
+    assert "--prompt" in caught.value.hint
+
+
+def test_template_that_does_not_compile_names_file_and_line(tmp_path):
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja` does not compile: line 2: "):
+        render("fine\n{% if %}", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].role.missing.deeper }}",
+        "{{ 1 + 'a' }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_template_that_fails_names_the_file(source, tmp_path):
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja` fails: "):
+        render(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ messages.append({'role': 'user'}) }}",
+        "{{ 'x' * 99999999999 }}",
+        "{{ [0] * 99999999999 }}",
+        "{{ 9 ** 99999999 }}",
+        "{% for i in range(1000000000) %}{% endfor %}",
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}" + "x" * 400 + "{% endfor %}",
+    ],
+)
+def test_hostile_templates_are_stopped(source, tmp_path):
+    with pytest.raises(CheckpointError, match="fails"):
+        render(source, tmp_path)
+
+
+def test_overlong_template_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="characters, more than the"):
+        render("x" * (chat.MAX_SOURCE_CHARS + 1), tmp_path)
+
+
+def test_loop_budget_is_per_rendering(tmp_path):
+    template = ChatTemplate("{% for i in range(600000) %}{% endfor %}", tmp_path / "f", {})
+    assert template.render(TURNS) == template.render(TURNS) == ""
+
+
+def test_files_are_searched_newest_spelling_first(tmp_path):
+    config = {"chat_template": "from config"}
+    assert find_template(tmp_path, {}) is None
+    assert find_template(tmp_path, config) == ("from config", tmp_path / "tokenizer_config.json")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
+    assert find_template(tmp_path, config) == ("from json", tmp_path / "chat_template.json")
+    (tmp_path / "chat_template.jinja").write_text("from jinja")
+    assert find_template(tmp_path, config) == ("from jinja", tmp_path / "chat_template.jinja")
+
+
+def test_named_templates(tmp_path):
+    named = [{"name": "default", "template": "D"}, {"name": "rag", "template": "R"}]
+    assert find_template(tmp_path, {"chat_template": named})[0] == "D"
+    assert find_template(tmp_path, {"chat_template": named}, "rag")[0] == "R"
+    assert find_template(tmp_path, {"chat_template": named[1:]})[0] == "R"
+    with pytest.raises(CheckpointError, match="no template `tools`, only 'default', 'rag'"):
+        find_template(tmp_path, {"chat_template": named}, "tools")
+    with pytest.raises(CheckpointError, match="neither a text nor a list"):
+        find_template(tmp_path, {"chat_template": 7})
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tools.jinja").write_text("T")
+    assert find_template(tmp_path, {"chat_template": named}, "tools")[0] == "T"
+
+
+def test_damaged_side_file_is_named(tmp_path):
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"chat_template\.json` cannot be read as JSON"):
+        find_template(tmp_path, {})
+    (tmp_path / "chat_template.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="a JSON list, not an object"):
+        find_template(tmp_path, {})
