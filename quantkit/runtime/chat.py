@@ -1,7 +1,7 @@
 """A model's chat template: found among its files, compiled in a sandbox, rendered within limits.
 
-A template is code that came with somebody else's weights. It runs in jinja2's immutable sandbox, sees only values it is
-handed, and cannot be very long, count very far, repeat text without end or write very much. Nothing here knows token ids.
+A template is code that came with somebody else's weights. It runs in jinja2's immutable sandbox, sees only what it is
+handed, and cannot be very long, count very far, repeat text without end or write very much. It knows no token ids.
 """
 
 import json
