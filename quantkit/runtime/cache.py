@@ -45,7 +45,8 @@ class KVCache:
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store `s` new positions of one layer, `[batch, kv_heads, s, head_dim]`; returns all positions so far.
 
-        The result includes the new ones; it is a view and holds until the next append. Raises RequestError when they do not fit.
+        The result includes the new ones; it is a view and holds until the next append. Raises RequestError when they
+        do not fit.
         """
         end = self.length + keys.shape[2]
         if end > self.capacity:
