@@ -1,7 +1,7 @@
 """Arithmetic on bits: knows tensors and integers only. `backend` is the one place where a backend is chosen."""
 
 import os
-from functools import cache, lru_cache
+from functools import cache
 from importlib.util import find_spec
 
 from quantkit.errors import BackendError

@@ -37,7 +37,7 @@ class ReferenceBackend:
         unit_codes, unit_words = pack_unit(bits)
         rows, out = codes.shape
         if rows % unit_codes:
-            raise FormatError(f"{rows} rows of {bits}-bit codes fill no whole words: expected a multiple of {unit_codes}")
+            raise FormatError(f"{rows} rows at {bits} bits fill no whole words: expected a multiple of {unit_codes}")
         if codes.numel() and int(codes.max()) >= 1 << bits:
             raise FormatError(f"code {int(codes.max())} does not fit {bits} bits")
         units = codes.to(torch.int64).view(-1, unit_codes, out)
@@ -53,7 +53,7 @@ class ReferenceBackend:
         unit_codes, unit_words = pack_unit(bits)
         rows, out = words.shape
         if rows % unit_words:
-            raise FormatError(f"{rows} words of {bits}-bit codes end inside one: expected a multiple of {unit_words}")
+            raise FormatError(f"{rows} words at {bits} bits end inside a code: expected a multiple of {unit_words}")
         units = words.to(torch.int64).view(-1, unit_words, out) & 0xFFFFFFFF
         codes = torch.empty(units.shape[0], unit_codes, out, dtype=torch.uint8, device=words.device)
         for k in range(unit_codes):

@@ -1,0 +1,48 @@
+"""Not quantized: fp16, bf16 or fp32 as it is on disk, so that "left dense" is no special case."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import FormatError
+from quantkit.formats.codec import StoredTensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def recognise(suffixes: Collection[str]) -> bool:
+    """Whether these tensor names of one linear are those of a plain weight."""
+    return "weight" in suffixes
+
+
+def decode(name: str, tensors: Mapping[str, Tensor]) -> "DenseTensor":
+    """One linear from its tensors by suffix: `weight` [out, in] and perhaps `bias` [out].
+
+    Raises FormatError when the weight is no matrix of floats or the bias does not fit it.
+    """
+    weight, bias = tensors["weight"], tensors.get("bias")
+    if weight.dim() != 2 or weight.dtype not in DTYPES:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise FormatError(f"`{name}.weight`: expected a matrix of fp16, bf16 or fp32, found {dtype} {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise FormatError(f"`{name}.bias`: expected shape [{weight.shape[0]}], found {list(bias.shape)}")
+    return DenseTensor(weight, bias)
+
+
+class DenseTensor(StoredTensor):
+    """A plain weight `[out, in]`, as on disk, with its bias `[out]`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+
+    def dequantize(self) -> Tensor:
+        return self.weight.t()
+
+    def matmul(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)

@@ -1,0 +1,289 @@
+"""The GPTQ family: qweight, qzeros, scales, g_idx; both zero-point conventions, 2, 3, 4 and 8 bits.
+
+    qweight  int32 [in·bits/32, out]    codes, packed down the rows; rows in the model's own order
+    qzeros   int32 [groups, out·bits/32] zero points, packed along the columns; v1 files hold zero point - 1
+    scales   float16 [groups, out]
+    g_idx    int32 [in]                  group of each row
+
+`docs/formats/gptq.md` has the bytes. How each linear is stored stands in the configuration (`gptq_config`), how a
+group's grid is chosen in `gptq_grid`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit import kernels
+from quantkit.errors import FormatError
+from quantkit.formats import gptq_config, gptq_grid
+from quantkit.formats.codec import Codes, Grid, Layout, StoredTensor
+from quantkit.formats.gptq_config import GptqConfig, GptqSettings
+from quantkit.kernels.protocol import GptqWeight, Repacked
+
+__all__ = ["GptqCodec", "GptqConfig", "GptqSettings", "GptqTensor", "decode", "recognise"]
+
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx", "bias")
+# A v1 file holds zero point - 1 in each field. Writers subtract one from all fields of a word at once, modulo 2³², so
+# a zero point of 0 borrows from the next field; adding the same constant back is exact. 3-bit fields straddle words:
+# there the current rule is field by field, modulo 8.
+ONE_IN_EACH_FIELD = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+# GPTQModel before 7.0 had 3-bit constants that are not field-wise; this is what it subtracted from each word triple.
+OLD_THREE_BIT_ONES = (0x24924924, 0x92492492, 0x49249249)
+OLD_THREE_BIT_SYMMETRIC = (0x00000000, 0xB6DB6DB7, 0x49249249)
+
+
+def recognise(suffixes: Collection[str]) -> bool:
+    """Whether these tensor names of one linear are GPTQ's."""
+    return "qweight" in suffixes
+
+
+def decode(name: str, tensors: Mapping[str, Tensor], settings: GptqSettings) -> "GptqTensor":
+    """One linear from its tensors by suffix. Raises FormatError, naming the tensor, for anything that does not fit."""
+    for suffix in ("qweight", "qzeros", "scales"):
+        if suffix not in tensors:
+            raise FormatError(f"`{name}` has no tensor `{name}.{suffix}`", hint="download the checkpoint again")
+    qweight, qzeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"]
+    for suffix, words in (("qweight", qweight), ("qzeros", qzeros)):
+        if words.dtype != torch.int32 or words.dim() != 2:
+            _refuse(name, suffix, "an int32 matrix", words)
+    in_features, out_features = qweight.shape[0] * 32 // settings.bits, qweight.shape[1]
+    if refusal := _refusal(in_features, out_features):
+        raise FormatError(f"`{name}.qweight` {_shape(qweight)} at {settings.bits} bits: {refusal}", hint=_HINT_BITS)
+    groups = -(-in_features // _rows_of_group(settings, in_features))
+    if scales.dtype not in (torch.float16, torch.bfloat16, torch.float32) or scales.shape != (groups, out_features):
+        expected = f"floats of shape [{groups}, {out_features}] at group size {settings.group_size}"
+        _refuse(name, "scales", expected, scales)
+    if not bool(torch.isfinite(scales).all()):
+        raise FormatError(f"`{name}.scales` holds NaN or infinity", hint="download the checkpoint again")
+    if qzeros.shape != (groups, out_features * settings.bits // 32):
+        _refuse(name, "qzeros", f"shape [{groups}, {out_features * settings.bits // 32}]", qzeros)
+    bias = tensors.get("bias")
+    if bias is not None and (bias.shape != (out_features,) or not bias.is_floating_point()):
+        _refuse(name, "bias", f"floats of shape [{out_features}]", bias)
+    zeros = read_zeros(qzeros, settings)
+    _check_convention(name, zeros, settings)
+    group = _group_of_rows(name, tensors.get("g_idx"), settings, in_features, groups, scales.device)
+    weight = GptqWeight(qweight, scales, zeros, group, settings.bits)
+    kept = {suffix: tensors[suffix] for suffix in SUFFIXES[1:] if suffix in tensors}
+    return GptqTensor(weight, kept)
+
+
+class GptqTensor(StoredTensor):
+    """One linear in GPTQ form. The codes are in memory once: as on disk, or repacked after the first multiplication."""
+
+    def __init__(self, weight: GptqWeight, kept: Mapping[str, Tensor]) -> None:
+        """`kept`: what is on disk besides qweight, by suffix."""
+        self.in_features, self.out_features = weight.group.numel(), weight.words.shape[1]
+        self.bits = weight.bits
+        self.bias = kept.get("bias")
+        self._kept = dict(kept)
+        self._device = weight.words.device.type
+        self._form: GptqWeight | Repacked = weight
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"qweight": self._weight().words, **self._kept}
+
+    def dequantize(self) -> Tensor:
+        return kernels.backend(self._device).gptq_dequantize(self._weight())
+
+    def matmul(self, x: Tensor) -> Tensor:
+        backend = kernels.backend(self._device)
+        if isinstance(self._form, GptqWeight):
+            self._form = backend.gptq_repack(self._form)
+        y = backend.gptq_matmul(x, self._form)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    @property
+    def stored_bits(self) -> int:
+        codes = self.in_features * self.out_features * self.bits
+        return codes + sum(tensor.nbytes * 8 for tensor in self._kept.values())
+
+    def _weight(self) -> GptqWeight:
+        if isinstance(self._form, GptqWeight):
+            return self._form
+        return kernels.backend(self._device).gptq_restore(self._form)
+
+
+@dataclass(frozen=True, slots=True)
+class GptqCodec:
+    """Writes GPTQ. `checkpoint_format` None: `gptq` (v1, read by all) when symmetric; `gptq_v2` when not, as a v1
+    file cannot hold a zero point of 0 and GPTQModel refuses asymmetric v1 files that others wrote."""
+
+    bits: int = 4
+    group_size: int = 128
+    sym: bool = True
+    act_order: bool = False
+    checkpoint_format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_format is None:
+            object.__setattr__(self, "checkpoint_format", "gptq" if self.sym else "gptq_v2")
+        if self.bits not in gptq_config.WIDTHS:
+            raise FormatError(f"GPTQ holds 2, 3, 4 or 8 bits, not {self.bits}", hint="use `--bits 4`")
+        if self.group_size != -1 and self.group_size < 1:
+            raise FormatError(f"group size {self.group_size} is neither -1 nor above 0", hint="use `--group-size 128`")
+        if self.checkpoint_format not in gptq_config.CHECKPOINT_FORMATS:
+            raise FormatError(f"expected checkpoint format `gptq` or `gptq_v2`, found `{self.checkpoint_format}`")
+
+    @property
+    def name(self) -> str:
+        return "gptq"
+
+    @property
+    def settings(self) -> GptqSettings:
+        assert self.checkpoint_format is not None
+        return GptqSettings(self.bits, self.group_size, self.sym, self.act_order, self.checkpoint_format)
+
+    def refusal(self, in_features: int, out_features: int) -> str | None:
+        return _refusal(in_features, out_features)
+
+    def layout(self, in_features: int) -> Layout:
+        return Layout.uniform(in_features, self.bits, self.group_size)
+
+    def fit(self, rows: Tensor, bits: int, importance: Tensor | None) -> Grid:
+        """See `gptq_grid.fit`. Zero points stay above 0 where the file is v1, which cannot hold 0."""
+        least_zero = 1 if self.checkpoint_format == "gptq" else 0
+        return gptq_grid.fit(rows, bits, importance, sym=self.sym, least_zero=least_zero)
+
+    def encode(self, codes: Codes, bias: Tensor | None) -> GptqTensor:
+        """Rows go to the model's own order: row j of `codes` is feature `order[j]`, and `g_idx[order[j]]` its group."""
+        bits = codes.layout.groups[0].bits
+        in_features, out_features = codes.q.shape
+        if refusal := _refusal(in_features, out_features):
+            raise FormatError(refusal)
+        rows = torch.tensor([group.rows for group in codes.layout.groups])
+        g_idx = torch.empty(in_features, dtype=torch.int64)
+        g_idx[codes.order] = torch.repeat_interleave(torch.arange(len(rows)), rows)
+        grids = codes.grids
+        if not self.act_order:
+            g_idx, grids = _in_sequence(g_idx, grids, self.layout(in_features))
+        q = torch.empty_like(codes.q)
+        q[codes.order] = codes.q
+        scales = torch.stack([grid.stored["scales"] for grid in grids])
+        zeros = torch.stack([grid.stored["zeros"] for grid in grids])
+        qweight = kernels.backend(q.device.type).pack(q, bits)
+        weight = GptqWeight(qweight, scales, zeros, g_idx, bits)
+        kept = {"qzeros": write_zeros(zeros, bits, self.settings), "scales": scales, "g_idx": g_idx.to(torch.int32)}
+        return GptqTensor(weight, kept if bias is None else {**kept, "bias": bias.to(torch.float16)})
+
+    def config(
+        self,
+        *,
+        damping: float = 0.01,
+        static_groups: bool = False,
+        true_sequential: bool = True,
+        quantized_names: Sequence[Sequence[str]] | None = None,
+        dynamic: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """The `quantization_config` of a checkpoint written with this codec; see `gptq_config.write`."""
+        return gptq_config.write(
+            self.settings,
+            damping=damping,
+            static_groups=static_groups,
+            true_sequential=true_sequential,
+            quantized_names=quantized_names,
+            dynamic=dynamic,
+        )
+
+
+def read_zeros(qzeros: Tensor, settings: GptqSettings) -> Tensor:
+    """int32 [groups, out·bits/32] as on disk → true zero points, uint8 [groups, out]."""
+    bits = settings.bits
+    if settings.checkpoint_format == "gptq_v2":
+        return _unpack_along_columns(qzeros, bits)
+    if bits != 3:
+        return _unpack_along_columns(_add_to_words(qzeros, (ONE_IN_EACH_FIELD[bits],)), bits)
+    if settings.packed_borrow or _repeats(qzeros, OLD_THREE_BIT_SYMMETRIC):
+        return _unpack_along_columns(_add_to_words(qzeros, OLD_THREE_BIT_ONES), bits)
+    return _unpack_along_columns(qzeros, bits) + 1 & 7
+
+
+def write_zeros(zeros: Tensor, bits: int, settings: GptqSettings) -> Tensor:
+    """True zero points, uint8 [groups, out] → int32 [groups, out·bits/32]. v1 files cannot hold 0: FormatError."""
+    if settings.checkpoint_format == "gptq":
+        if bool((zeros == 0).any()):
+            raise FormatError("a zero point of 0 cannot be written in checkpoint format `gptq`", hint="use `gptq_v2`")
+        zeros = zeros - 1
+    return kernels.backend(zeros.device.type).pack(zeros.t().contiguous(), bits).t().contiguous()
+
+
+def _unpack_along_columns(qzeros: Tensor, bits: int) -> Tensor:
+    return kernels.backend(qzeros.device.type).unpack(qzeros.t().contiguous(), bits).t().contiguous()
+
+
+def _add_to_words(words: Tensor, constants: tuple[int, ...]) -> Tensor:
+    """Add the constants to the words of each row in turn, modulo 2³²."""
+    repeats = words.shape[1] // len(constants)
+    total = words.to(torch.int64) + torch.tensor(constants, device=words.device).repeat(repeats)
+    return ((total + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+
+def _repeats(words: Tensor, pattern: tuple[int, ...]) -> bool:
+    return bool(((words.to(torch.int64) & 0xFFFFFFFF).view(-1, len(pattern)) == torch.tensor(pattern)).all())
+
+
+def _check_convention(name: str, zeros: Tensor, settings: GptqSettings) -> None:
+    """Symmetric files have one known zero point: off by one everywhere means that the format is labelled wrongly."""
+    middle = 1 << settings.bits - 1
+    other = {"gptq": "gptq_v2", "gptq_v2": "gptq"}[settings.checkpoint_format]
+    shifted = middle + 1 if settings.checkpoint_format == "gptq" else middle - 1
+    if settings.sym and bool((zeros == shifted).all()):
+        raise FormatError(
+            f"`{name}.qzeros` gives zero point {shifted} throughout, where a symmetric file has {middle}: "
+            f"its words follow `{other}`, but `checkpoint_format` says `{settings.checkpoint_format}`",
+            hint=f'set `"checkpoint_format": "{other}"` in the `quantization_config` of config.json',
+        )
+
+
+def _group_of_rows(
+    name: str, g_idx: Tensor | None, settings: GptqSettings, in_features: int, groups: int, device: torch.device
+) -> Tensor:
+    """int64 [in]. Absent or, as some writers leave it, all zeros: groups in sequence. Negative: from the last group."""
+    in_sequence = torch.arange(in_features, device=device) // _rows_of_group(settings, in_features)
+    if g_idx is None:
+        return in_sequence
+    if g_idx.shape != (in_features,) or g_idx.is_floating_point():
+        _refuse(name, "g_idx", f"integers of shape [{in_features}]", g_idx)
+    group = g_idx.to(torch.int64)
+    if not bool(group.any()):
+        return in_sequence
+    group = torch.where(group < 0, group + groups, group)
+    if bool((group < 0).any()) or bool((group >= groups).any()):
+        raise FormatError(f"`{name}.g_idx` names group {int(g_idx.abs().max())}, but there are {groups} groups")
+    return group
+
+
+def _in_sequence(g_idx: Tensor, grids: tuple[Grid, ...], layout: Layout) -> tuple[Tensor, tuple[Grid, ...]]:
+    """Groups numbered by place, for files without act-order, whichever order the groups were solved in."""
+    firsts = torch.tensor([start for _, start, _ in layout.spans()])
+    solved = g_idx[firsts]
+    in_sequence = torch.repeat_interleave(torch.arange(len(firsts)), torch.tensor([g.rows for g in layout.groups]))
+    if len(grids) != len(firsts) or not torch.equal(solved[in_sequence], g_idx):
+        raise FormatError("only an act-order file can hold groups of scattered rows", hint="use `--act-order`")
+    return in_sequence, tuple(grids[int(group)] for group in solved)
+
+
+def _refusal(in_features: int, out_features: int) -> str | None:
+    for count, side in ((in_features, "input"), (out_features, "output")):
+        if count % 32:
+            return f"{count} {side} features are not a multiple of 32, as GPTQ's packed words need"
+    return None
+
+
+def _rows_of_group(settings: GptqSettings, in_features: int) -> int:
+    return in_features if settings.group_size == -1 else settings.group_size
+
+
+_HINT_BITS = "check `bits` in the `quantization_config` against the file"
+
+
+def _refuse(name: str, suffix: str, expected: str, found: Tensor) -> None:
+    dtype = str(found.dtype).removeprefix("torch.")
+    raise FormatError(f"`{name}.{suffix}`: expected {expected}, found {dtype} of shape {_shape(found)}")
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
