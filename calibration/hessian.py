@@ -1,0 +1,91 @@
+"""The Hessian of a layer's squared output error: the mean of x xᵀ over the inputs x that its linears read.
+
+Inputs are gathered in chunks of a fixed number of tokens, so that the result is the same, byte for byte, however the
+rows are batched. Only panels on and above the diagonal are multiplied; the rest is mirrored once at the end.
+"""
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CalibrationError
+
+CHUNK_TOKENS = 1024
+PANEL_COLUMNS = 256
+TOKEN_SHARE = 0.25
+
+
+class Hessian:
+    """Running mean of x xᵀ in float32 for the linears that read one input.
+
+    token_share   0 gives the plain mean. A few tokens of huge norm otherwise own it, so with a share s > 0 every
+                  token counts `(1 - s) / mean |x|² + s / |x|²` times, the mean taken over its chunk: the mix
+                  `(1 - s) H + s H'` of the plain and the token-normalised matrix, both scaled to a unit mean diagonal.
+    name          the linear that errors speak of
+    """
+
+    def __init__(
+        self, in_features: int, name: str = "", *, token_share: float = 0.0, device: torch.device | str = "cpu"
+    ) -> None:
+        self.name = name
+        self.tokens = 0
+        self._share = token_share
+        self._sum = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+        self._chunk = torch.empty(CHUNK_TOKENS, in_features, dtype=torch.float32, device=device)
+        self._filled = 0
+
+    def add(self, x: Tensor) -> None:
+        """Inputs `[m, in]` of any float dtype. Raises CalibrationError at the first NaN or infinity."""
+        while len(x):
+            part = x[: CHUNK_TOKENS - self._filled]
+            self._chunk[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            x = x[len(part) :]
+            if self._filled == CHUNK_TOKENS:
+                self._multiply()
+
+    def finish(self) -> Tensor:
+        """The mean so far, float32 `[in, in]`, exactly symmetric. Ends the accumulation: its memory is handed over.
+
+        Raises CalibrationError when no token was seen.
+        """
+        if self._filled:
+            self._multiply()
+        if not self.tokens:
+            raise CalibrationError(f"no calibration token reached `{self.name}`", hint="use more `--samples`")
+        total, features = self._sum, len(self._sum)
+        for start in range(0, features, PANEL_COLUMNS):
+            end = min(start + PANEL_COLUMNS, features)
+            square = total[start:end, start:end]
+            square.copy_(square.triu() + square.triu(1).T)
+            total[end:, start:end] = total[start:end, end:].T
+        del self._sum, self._chunk
+        return total.div_(self.tokens)
+
+    def _multiply(self) -> None:
+        rows = self._chunk[: self._filled]
+        norms = torch.linalg.vector_norm(rows, dim=1)
+        if not bool(torch.isfinite(norms).all()):
+            raise self._not_finite(rows, norms)
+        if self._share:
+            rows.mul_(self._token_weights(norms).sqrt()[:, None])
+        for start in range(0, len(self._sum), PANEL_COLUMNS):
+            panel = rows[:, start : start + PANEL_COLUMNS]
+            self._sum[start : start + PANEL_COLUMNS, start:].addmm_(panel.T, rows[:, start:])
+        self.tokens += self._filled
+        self._filled = 0
+
+    def _token_weights(self, norms: Tensor) -> Tensor:
+        """Scaled to make the mean diagonal 1. Tokens without any input stay without weight."""
+        energies = norms.double().square()
+        mean = energies.mean()
+        weights = torch.where(energies > 0, (1 - self._share) / mean + self._share / energies, 0.0)
+        return (weights * len(self._sum)).float()
+
+    def _not_finite(self, rows: Tensor, norms: Tensor) -> CalibrationError:
+        token = int((~torch.isfinite(norms)).nonzero()[0])
+        channel = int(rows[token].abs().argmax())  # NaN counts as the greatest
+        return CalibrationError(
+            f"the input of `{self.name}` cannot be used: "
+            f"channel {channel} of calibration token {self.tokens + token:,} is {float(rows[token, channel])}",
+            hint="use `--dtype fp32`; if it stays, a weight before this linear is damaged",
+        )
