@@ -23,8 +23,8 @@ def decode(name: str, tensors: Mapping[str, Tensor]) -> "DenseTensor":
     """
     weight, bias = tensors["weight"], tensors.get("bias")
     if weight.dim() != 2 or weight.dtype not in DTYPES:
-        dtype = str(weight.dtype).removeprefix("torch.")
-        raise FormatError(f"`{name}.weight`: expected a matrix of fp16, bf16 or fp32, found {dtype} {list(weight.shape)}")
+        found = f"{str(weight.dtype).removeprefix('torch.')} of shape {list(weight.shape)}"
+        raise FormatError(f"`{name}.weight`: expected a matrix of fp16, bf16 or fp32, found {found}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise FormatError(f"`{name}.bias`: expected shape [{weight.shape[0]}], found {list(bias.shape)}")
     return DenseTensor(weight, bias)

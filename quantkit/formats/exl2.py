@@ -1,0 +1,189 @@
+"""EXL2: mixed bit widths in one weight, the important rows first and widest.
+
+    q_weight     int32 [packed rows, out]  codes, packed down the rows of each group; rows in stored order
+    q_scale      int32 [groups, out/8]     eight 4-bit scale codes per word
+    q_scale_max  float16 [groups]          the multiplier of each group
+    q_groups     int16 [2·groups]          (bits, first packed row) of each group, unsigned
+    q_invperm    int32 [in]                the stored row of each input feature
+
+`out` is padded to a multiple of 32 on disk. `docs/formats/exl2.md` has the bytes.
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from quantkit import kernels
+from quantkit.errors import FormatError
+from quantkit.formats.codec import Codes, Grid, Group, Layout, StoredTensor
+from quantkit.kernels.protocol import WIDTHS, Exl2Weight, Repacked
+from quantkit.kernels.reference import exl2_scales
+
+DTYPES = {
+    "q_weight": torch.int32,
+    "q_scale": torch.int32,
+    "q_scale_max": torch.float16,
+    "q_groups": torch.int16,
+    "q_invperm": torch.int32,
+}
+# Readers keep the permutation in 16 bits.
+MOST_IN_FEATURES = 65536
+DAMAGED = "the file is damaged or of another format: download the checkpoint again"
+
+
+def recognise(suffixes: Collection[str]) -> bool:
+    """Whether these tensor names of one linear are EXL2's."""
+    return "q_weight" in suffixes
+
+
+def decode(name: str, tensors: Mapping[str, Tensor], out_features: int | None = None) -> "Exl2Tensor":
+    """One linear from its tensors by suffix. `out_features` is the true width where it is not a multiple of 32.
+
+    `q_perm` of old files is ignored: it follows from `q_invperm`. Raises FormatError, naming the tensor, for anything
+    that does not fit: widths that do not descend, starts that do not match, an order that is no permutation.
+    """
+    for suffix, dtype in DTYPES.items():
+        if suffix not in tensors:
+            raise FormatError(f"`{name}` has no tensor `{name}.{suffix}`", hint=DAMAGED)
+        if tensors[suffix].dtype != dtype:
+            raise _refusal(name, suffix, str(dtype).removeprefix("torch."), tensors[suffix])
+    q_weight, q_scale, q_scale_max = tensors["q_weight"], tensors["q_scale"], tensors["q_scale_max"]
+    if q_weight.dim() != 2 or q_weight.shape[1] % 32:
+        raise _refusal(name, "q_weight", "a matrix of a multiple of 32 columns", q_weight)
+    packed_rows, padded = q_weight.shape
+    layout = _layout(name, tensors["q_groups"], packed_rows)
+    count = len(layout.groups)
+    if q_scale.shape != (count, padded // 8):
+        raise _refusal(name, "q_scale", f"shape [{count}, {padded // 8}]", q_scale)
+    if q_scale_max.shape != (count,) or not bool(torch.isfinite(q_scale_max).all()):
+        raise _refusal(name, "q_scale_max", f"{count} finite numbers", q_scale_max)
+    order = _order(name, tensors["q_invperm"], layout.rows)
+    true = padded if out_features is None else out_features
+    if not padded - 32 < true <= padded:
+        raise FormatError(f"`{name}.q_weight`: expected {true} columns, padded to 32, found {padded}", hint=DAMAGED)
+    bias = tensors.get("bias")
+    if bias is not None and bias.shape not in ((padded,), (true,)):
+        raise _refusal(name, "bias", f"shape [{padded}]", bias)
+    weight = Exl2Weight(q_weight, q_scale, q_scale_max, tuple((g.bits, g.rows) for g in layout.groups), order)
+    kept = {suffix: tensors[suffix] for suffix in (*DTYPES, "bias") if suffix in tensors and suffix != "q_weight"}
+    return Exl2Tensor(weight, kept, true)
+
+
+def encode(codes: Codes, bias: Tensor | None = None) -> "Exl2Tensor":
+    """The on-disk form of a solved weight; outputs are padded with codes that are exactly zero.
+
+    Each grid's `stored` has `q_scale` (uint8 [out], codes 0 … 15) and `q_scale_max` (float16, one number).
+    """
+    out_features = codes.q.shape[1]
+    missing = -out_features % 32
+    backend = kernels.backend(codes.q.device.type)
+    words, pairs, scale_codes = [], [], []
+    for (group, start, end), grid in zip(codes.layout.spans(), codes.grids, strict=True):
+        q = torch.nn.functional.pad(codes.q[start:end], (0, missing), value=1 << group.bits - 1)
+        pairs.append((group.bits, sum(len(run) for run in words)))
+        words.append(backend.pack(q, group.bits))
+        scale_codes.append(torch.nn.functional.pad(grid.stored["q_scale"], (0, missing)))
+    tensors = {
+        "q_weight": torch.cat(words),
+        "q_scale": backend.pack(torch.stack(scale_codes).t().contiguous(), 4).t().contiguous(),
+        "q_scale_max": torch.stack([grid.stored["q_scale_max"] for grid in codes.grids]).to(torch.float16),
+        "q_groups": torch.tensor(pairs, dtype=torch.int32).flatten().to(torch.int16),
+        "q_invperm": codes.order.argsort().to(torch.int32),
+    }
+    if bias is not None:
+        tensors["bias"] = torch.nn.functional.pad(bias.to(torch.float16), (0, missing))
+    return decode("the encoded weight", tensors, out_features)
+
+
+class Exl2Tensor(StoredTensor):
+    """One linear in EXL2 form. The codes are in memory once: as on disk, or repacked after the first multiplication."""
+
+    def __init__(self, weight: Exl2Weight, kept: Mapping[str, Tensor], out_features: int) -> None:
+        """`kept`: what is on disk besides q_weight, by suffix. `out_features`: the true width, without padding."""
+        self.in_features, self.out_features = weight.order.numel(), out_features
+        self.bias = kept["bias"][:out_features] if "bias" in kept else None
+        self._kept = dict(kept)
+        self._device = weight.words.device.type
+        self._code_bits = weight.words.numel() * 32
+        self._form: Exl2Weight | Repacked = weight
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"q_weight": self._weight().words, **self._kept}
+
+    def dequantize(self) -> Tensor:
+        return kernels.backend(self._device).exl2_dequantize(self._weight())[:, : self.out_features]
+
+    def matmul(self, x: Tensor) -> Tensor:
+        backend = kernels.backend(self._device)
+        if isinstance(self._form, Exl2Weight):
+            self._form = backend.exl2_repack(self._form)
+        y = backend.exl2_matmul(x, self._form)[:, : self.out_features]
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def codes(self) -> Codes:
+        """The integer codes and grids, rows in stored order, padding removed: what `encode` takes."""
+        weight, width = self._weight(), self.out_features
+        backend = kernels.backend(self._device)
+        scales = exl2_scales(weight.scale_codes, weight.scale_max)
+        scale_codes = backend.unpack(weight.scale_codes.t().contiguous(), 4).t()
+        q, grids, word = [], [], 0
+        for g, (bits, rows) in enumerate(weight.groups):
+            words = rows * bits // 32
+            q.append(backend.unpack(weight.words[word : word + words], bits)[:, :width])
+            stored = {"q_scale": scale_codes[g, :width], "q_scale_max": weight.scale_max[g]}
+            middle = torch.full((width,), 1 << bits - 1, dtype=torch.int32)
+            grids.append(Grid(scales[g, :width].to(torch.float32), middle, (1 << bits) - 1, stored))
+            word += words
+        layout = Layout(tuple(Group(bits, rows) for bits, rows in weight.groups))
+        return Codes(torch.cat(q), tuple(grids), layout, weight.order)
+
+    @property
+    def stored_bits(self) -> int:
+        return self._code_bits + sum(tensor.nbytes * 8 for tensor in self._kept.values())
+
+    def _weight(self) -> Exl2Weight:
+        if isinstance(self._form, Exl2Weight):
+            return self._form
+        return kernels.backend(self._device).exl2_restore(self._form)
+
+
+def _layout(name: str, q_groups: Tensor, packed_rows: int) -> Layout:
+    """The groups, from pairs of width and first packed row; a group ends where the next one starts."""
+    if q_groups.dim() != 1 or q_groups.numel() % 2 or not q_groups.numel():
+        raise _refusal(name, "q_groups", "pairs of width and first packed row", q_groups)
+    pairs = (q_groups.to(torch.int32) & 0xFFFF).view(-1, 2).tolist()
+    ends = [start for _, start in pairs[1:]] + [packed_rows]
+    groups: list[Group] = []
+    for g, ((bits, start), end) in enumerate(zip(pairs, ends, strict=True)):
+        where = f"group {g} of `{name}.q_groups`"
+        if bits not in WIDTHS:
+            raise FormatError(f"{where}: expected 2, 3, 4, 5, 6 or 8 bits, found {bits}", hint=DAMAGED)
+        if groups and bits > groups[-1].bits:
+            raise FormatError(f"{where}: widths must descend, found {bits} after {groups[-1].bits} bits", hint=DAMAGED)
+        if end <= start or (g == 0 and start != 0):
+            raise FormatError(f"{where}: starts do not match, found packed rows {start} to {end}", hint=DAMAGED)
+        rows, rest = divmod((end - start) * 32, bits)
+        short_tail = bits == 2 and rows % 32 == 16 and end == packed_rows
+        if rest or (rows % 32 and not short_tail):
+            raise FormatError(
+                f"{where}: {end - start} packed rows at {bits} bits are no multiple of 32 rows", hint=DAMAGED
+            )
+        groups.append(Group(bits, rows))
+    return Layout(tuple(groups))
+
+
+def _order(name: str, q_invperm: Tensor, rows: int) -> Tensor:
+    """int64 [in]: the input feature of each stored row."""
+    if q_invperm.shape != (rows,) or rows > MOST_IN_FEATURES:
+        raise _refusal(name, "q_invperm", f"{rows} numbers, one for each row of `q_groups`", q_invperm)
+    order = q_invperm.argsort()
+    if not torch.equal(q_invperm[order].to(torch.int64), torch.arange(rows, device=order.device)):
+        raise FormatError(f"`{name}.q_invperm` is no permutation of 0 … {rows - 1}", hint=DAMAGED)
+    return order
+
+
+def _refusal(name: str, suffix: str, expected: str, found: Tensor) -> FormatError:
+    dtype = str(found.dtype).removeprefix("torch.")
+    message = f"`{name}.{suffix}`: expected {expected}, found {dtype} of shape {list(found.shape)}"
+    return FormatError(message, hint=DAMAGED)
