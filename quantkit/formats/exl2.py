@@ -78,10 +78,12 @@ def encode(codes: Codes, bias: Tensor | None = None) -> "Exl2Tensor":
     out_features = codes.q.shape[1]
     missing = -out_features % 32
     backend = kernels.backend(codes.q.device.type)
-    words, pairs, scale_codes = [], [], []
+    words: list[Tensor] = []
+    pairs: list[tuple[int, int]] = []
+    scale_codes: list[Tensor] = []
     for (group, start, end), grid in zip(codes.layout.spans(), codes.grids, strict=True):
         q = torch.nn.functional.pad(codes.q[start:end], (0, missing), value=1 << group.bits - 1)
-        pairs.append((group.bits, sum(len(run) for run in words)))
+        pairs.append((group.bits, sum(run.shape[0] for run in words)))
         words.append(backend.pack(q, group.bits))
         scale_codes.append(torch.nn.functional.pad(grid.stored["q_scale"], (0, missing)))
     tensors = {

@@ -40,8 +40,16 @@ def recognise(suffixes: Collection[str]) -> bool:
     return "qweight" in suffixes
 
 
-def decode(name: str, tensors: Mapping[str, Tensor], settings: GptqSettings) -> "GptqTensor":
-    """One linear from its tensors by suffix. Raises FormatError, naming the tensor, for anything that does not fit."""
+def decode(name: str, tensors: Mapping[str, Tensor], settings: GptqSettings | None) -> "GptqTensor":
+    """One linear from its tensors by suffix. Raises FormatError, naming the tensor, for anything that does not fit.
+
+    `settings` is what `GptqConfig.for_module` gives: None where a rule says that the linear is dense.
+    """
+    if settings is None:
+        raise FormatError(
+            f"`{name}.qweight` is there, but a `dynamic` rule says that `{name}` is not quantized",
+            hint="remove the rule that starts with `-:` from the `quantization_config` of config.json",
+        )
     for suffix in ("qweight", "qzeros", "scales"):
         if suffix not in tensors:
             raise FormatError(f"`{name}` has no tensor `{name}.{suffix}`", hint="download the checkpoint again")
@@ -142,6 +150,12 @@ class GptqCodec:
 
     def layout(self, in_features: int) -> Layout:
         return Layout.uniform(in_features, self.bits, self.group_size)
+
+    def stored_bits(self, in_features: int, out_features: int, bias: bool) -> int:
+        """All bits on disk of a weight of this shape: codes, scales, zero points, group numbers, bias."""
+        layout = self.layout(in_features)
+        groups = len(layout.groups) * out_features * (16 + self.bits)
+        return layout.code_bits(out_features) + groups + 32 * in_features + 16 * out_features * bias
 
     def fit(self, rows: Tensor, bits: int, importance: Tensor | None) -> Grid:
         """See `gptq_grid.fit`. Zero points stay above 0 where the file is v1, which cannot hold 0."""
