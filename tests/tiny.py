@@ -57,6 +57,7 @@ SPARSE = {
     "mlp_only_layers": [],
 }
 GEMMA = {
+    "hidden_act": ABSENT,
     "head_dim": 32,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 24,
