@@ -138,6 +138,9 @@ class Codec(Protocol):
     def layout(self, in_features: int) -> Layout:
         """The groups of a weight with this many input features."""
 
+    def stored_bits(self, in_features: int, out_features: int, bias: bool) -> int:
+        """All bits on disk of a weight of this shape, side data included, before it is solved."""
+
     def fit(self, rows: Tensor, bits: int, importance: Tensor | None) -> Grid:
         """The grid of one group: rows float32 [g, out], importance float32 [g] (a weight for each row's error)."""
 

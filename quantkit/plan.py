@@ -1,0 +1,151 @@
+"""Plan: which linears of a model are quantized, in which layout, which stay dense and why; known before any work.
+
+`plan = uniform(specs, codec, stored_bits)` gives every linear the codec's own layout; `plan.check_done(names)` compares
+what was planned with what was written, so that no linear can be skipped in silence. Nothing here reads a weight.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import FormatError, GateError
+from quantkit.formats.codec import Codec, Layout
+from quantkit.models.architecture import LinearSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLinear:
+    """One linear: the layout it gets, or, where `layout` is None, why it stays dense."""
+
+    name: str
+    in_features: int
+    out_features: int
+    layout: Layout | None
+    stored_bits: int
+    dense_because: str | None = None
+
+    @property
+    def weights(self) -> int:
+        return self.in_features * self.out_features
+
+    @property
+    def short_group(self) -> tuple[int, int] | None:
+        """Rows of the last group and of the others, when the last is shorter."""
+        if self.layout is None:
+            return None
+        first, last = self.layout.groups[0].rows, self.layout.groups[-1].rows
+        return (last, first) if last < first else None
+
+    @property
+    def kind(self) -> str:
+        """The name without the numbers of block and expert: `mlp.experts.down_proj`."""
+        return kind_of(self.name)
+
+
+def kind_of(name: str) -> str:
+    """`model.layers.3.mlp.experts.1.up_proj` → `mlp.experts.up_proj`: what all blocks call this linear."""
+    parts = name.split(".")
+    block = next((index for index, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(part for part in parts[block + 1 :] if not part.isdigit())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every linear of the blocks, in the order of the model."""
+
+    linears: tuple[PlannedLinear, ...]
+
+    def by_name(self) -> dict[str, PlannedLinear]:
+        return {linear.name: linear for linear in self.linears}
+
+    @property
+    def quantized(self) -> tuple[PlannedLinear, ...]:
+        return tuple(linear for linear in self.linears if linear.layout is not None)
+
+    @property
+    def dense(self) -> tuple[PlannedLinear, ...]:
+        return tuple(linear for linear in self.linears if linear.layout is None)
+
+    @property
+    def short(self) -> tuple[PlannedLinear, ...]:
+        """Quantized linears whose last group is shorter than the others."""
+        return tuple(linear for linear in self.linears if linear.short_group)
+
+    @property
+    def stored_bits(self) -> int:
+        return sum(linear.stored_bits for linear in self.linears)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """All stored bits of all linears, dense ones and side data included, for each weight."""
+        return self.stored_bits / max(1, sum(linear.weights for linear in self.linears))
+
+    def remarks(self) -> list[str]:
+        """What a person should know before work starts: one line for each oddity, linears of a kind taken together."""
+        dense = ((linear.kind, f"stays dense: {linear.dense_because}") for linear in self.dense)
+        short = (
+            (linear.kind, "the last group has {} rows, the others {}".format(*linear.short_group))
+            for linear in self.short
+            if linear.short_group
+        )
+        counts: dict[tuple[str, str], int] = {}
+        for remark in (*dense, *short):
+            counts[remark] = counts.get(remark, 0) + 1
+        return [f"`{kind}` ({count}×) {text}" for (kind, text), count in counts.items()]
+
+    def require_regular(self) -> None:
+        """`--strict`: FormatError when any linear stays dense or ends in a short group."""
+        hint = "leave out `--strict` to accept this, "
+        if self.dense:
+            worst = self.dense[0]
+            raise FormatError(
+                f"`{worst.name}` cannot be quantized: {worst.dense_because} ({len(self.dense)} such linears)",
+                hint=hint + "or use another format",
+            )
+        for linear in self.short:
+            last, rows = linear.short_group or (0, 0)
+            divisors = [size for size in (1024, 512, 256, 128, 64, 32) if self._divides_all(size)]
+            raise FormatError(
+                f"`{linear.name}` has {linear.in_features} input rows, which group size {rows} does not divide: "
+                f"the last group has {last} ({len(self.short)} such linears)",
+                hint=hint + f"or use `--group-size {divisors[0] if divisors else -1}`",
+            )
+
+    def _divides_all(self, group_size: int) -> bool:
+        return all(linear.in_features % group_size == 0 for linear in self.quantized)
+
+    def check_done(self, done: Iterable[str]) -> None:
+        """GateError unless exactly the planned linears were quantized."""
+        planned, names = {linear.name for linear in self.quantized}, set(done)
+        for name in sorted(planned - names):
+            raise GateError(f"`{name}` was planned but not quantized ({len(planned - names)} such linears)")
+        for name in sorted(names - planned):
+            raise GateError(f"`{name}` was quantized but not planned ({len(names - planned)} such linears)")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "bits_per_weight": self.bits_per_weight,
+            "quantized": len(self.quantized),
+            "dense": [{"name": linear.name, "reason": linear.dense_because} for linear in self.dense],
+            "short_groups": [
+                {"name": linear.name, "rows": linear.short_group[0], "group_size": linear.short_group[1]}
+                for linear in self.short
+                if linear.short_group
+            ],
+        }
+
+
+def uniform(specs: Iterable[LinearSpec], codec: Codec, stored_bits: Mapping[str, int]) -> Plan:
+    """One layout rule for all linears.
+
+    stored_bits  of each linear as the source has it, bias included: what those take that the codec cannot hold
+    """
+
+    def planned(spec: LinearSpec) -> PlannedLinear:
+        name, rows, columns = spec.name, spec.in_features, spec.out_features
+        refusal = codec.refusal(rows, columns)
+        if refusal is not None:
+            return PlannedLinear(name, rows, columns, None, stored_bits[name], refusal)
+        return PlannedLinear(name, rows, columns, codec.layout(rows), codec.stored_bits(rows, columns, spec.bias))
+
+    return Plan(tuple(planned(spec) for spec in specs if spec.quantizable))
