@@ -91,6 +91,11 @@ def held_back(tokenizer: Encoder, length: int, windows: int) -> Tensor:
     return rows[[i * len(rows) // count for i in range(count)]]
 
 
+def held_back_text() -> str:
+    """The bundled text that calibration never sees, whole."""
+    return "\n\n".join(_bundled(HELD_BACK))
+
+
 def read_text(path: Path) -> str:
     """A file as one text: the documents of `read_documents`, joined by a blank line."""
     return "\n\n".join(read_documents(path))
