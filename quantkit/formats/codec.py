@@ -130,7 +130,12 @@ class StoredTensor(ABC):
 class Codec(Protocol):
     """How one format chooses grids and writes codes. A new format is one of these."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def act_order(self) -> bool:
+        """Whether a group may hold scattered rows: the solver then forms groups in the order it rounds rows."""
 
     def refusal(self, in_features: int, out_features: int) -> str | None:
         """Why a weight of this shape cannot be held, in words for people; None when it can."""

@@ -1,0 +1,169 @@
+"""Error-compensated rounding of one weight, or of several that read the same input.
+
+The rows of a weight are rounded one after another, the most active input first, and each takes over the errors of the
+rows before it (`inverse` says why). This is done in left-looking blocks: one product brings the errors of all earlier
+rows into a block, and the backend's `solve_rows` does the rest inside it. Without a Hessian rows are rounded to
+nearest. Nothing here knows a file format: grids come from the codec, codes go back to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit import kernels
+from quantkit.formats.codec import Codec, Codes, Grid, Layout
+from quantkit.solver.inverse import Factor
+
+BLOCK_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solution:
+    """A solved weight.
+
+    codes   what the codec encodes
+    error   tr((W - Q)ᵀ H (W - Q)) / tr(Wᵀ H W) with the Hessian before damping; without one, H is the identity
+    """
+
+    codes: Codes
+    error: float
+
+
+def solve(weight: Tensor, factor: Factor | None, codec: Codec) -> Solution:
+    """Round one weight, float32 [in, out]; `factor` None rounds to nearest. See `solve_together`."""
+    return solve_together([weight], factor, codec)[0]
+
+
+def solve_together(weights: Sequence[Tensor], factor: Factor | None, codec: Codec) -> list[Solution]:
+    """Round weights that read the same input, each float32 [in, out_i], in one pass.
+
+    Rows are processed in the order of the factor. A codec without act-order keeps groups of consecutive features, and
+    their grids are fitted beforehand to the weights as they are. With act-order a group is a run of rows in
+    processing order, and its grid is fitted when its first row is reached, to the rows as they stand by then: moved
+    to make up for the errors of all rows before. In the choice of a grid a row weighs as much as its pivot.
+    """
+    if factor is None:
+        return [_round_to_nearest(weight, codec) for weight in weights]
+    rounding = _Rounding(weights, factor)
+    layout = codec.layout(len(factor.order))
+    if codec.act_order:
+        grids = _round_act_order(rounding, codec, layout)
+        order, q = factor.order, rounding.q
+    else:
+        grids = _round_static(rounding, codec, layout)
+        order, q = torch.arange(len(factor.order)), torch.empty_like(rounding.q)
+        q[factor.order] = rounding.q
+    errors = rounding.relative_errors()
+    return [
+        Solution(Codes(q[:, columns].contiguous(), tuple(own), layout, order), error)
+        for columns, own, error in zip(rounding.columns, zip(*grids, strict=True), errors, strict=True)
+    ]
+
+
+class _Rounding:
+    """The state of one pass: weights side by side and in processing order, their codes and errors so far."""
+
+    def __init__(self, weights: Sequence[Tensor], factor: Factor) -> None:
+        widths = [weight.shape[1] for weight in weights]
+        self.columns = [slice(sum(widths[:i]), sum(widths[: i + 1])) for i in range(len(widths))]
+        self.factor = factor
+        self.weight = torch.cat([weight[factor.order] for weight in weights], dim=1)
+        self.q = torch.empty(self.weight.shape, dtype=torch.uint8, device=self.weight.device)
+        self._errors = torch.zeros_like(self.weight)
+        self._lost = torch.zeros(sum(widths), dtype=torch.float64, device=self.weight.device)
+        self._energy = torch.zeros_like(self._lost)
+        self._backend = kernels.backend(self.weight.device.type)
+
+    def target(self, start: int, end: int) -> Tensor:
+        """Rows plus the feedback of all rows before `start`: W + B E."""
+        rows = self.weight[start:end]
+        return torch.addmm(rows, self.factor.lower[start:end, :start], self._errors[:start]) if start else rows
+
+    def moved(self, start: int, end: int, target: Tensor) -> Tensor:
+        """The rows that GPTQ holds when it reaches `start`: the best ones for the codes so far.
+
+        `target` is what row j sees when all rows between `start` and j keep their old value. They are expected to move
+        too, by X = B⁻¹ (target - W) with B the square of these rows: that is what their codes will round.
+        """
+        if not start:
+            return target
+        rows = self.weight[start:end]
+        square = self.factor.lower[start:end, start:end]
+        return rows + torch.linalg.solve_triangular(square, target - rows, upper=False, unitriangular=True)
+
+    def round(self, start: int, end: int, target: Tensor, group: Tensor, grids: Sequence[Sequence[Grid]]) -> None:
+        """Choose the codes of rows `start` to `end`: place j of them on `grids[group[j]]`, one grid for each weight."""
+        rows = self.weight[start:end]
+        square = self.factor.lower[start:end, start:end]
+        scales = torch.stack([torch.cat([grid.scale for grid in side_by_side]) for side_by_side in grids])
+        zeros = torch.stack([torch.cat([grid.zero for grid in side_by_side]) for side_by_side in grids])
+        q, errors = self._backend.solve_rows(rows, target, square, group, scales, zeros, grids[0][0].top)
+        self.q[start:end] = q
+        self._errors[start:end] = errors
+        # (B E)_j = t_j - ŵ_j, what rounding alone did to row j, and (B W)_j: D weighs the squares of both.
+        pivots = self.factor.pivots[start:end].double()
+        missed = torch.addmm(target - rows, square, errors)
+        whole = self.factor.lower[start:end, :end] @ self.weight[:end]
+        self._lost += pivots @ missed.double().square()
+        self._energy += pivots @ whole.double().square()
+
+    def relative_errors(self) -> list[float]:
+        """tr(Eᵀ H E) / tr(Wᵀ H W) of each weight, without the ridge that damping put into B and D."""
+        ridge = self.factor.ridge
+        lost = (self._lost - ridge * _column_squares(self._errors)).clamp(min=0)
+        energy = (self._energy - ridge * _column_squares(self.weight)).clamp(min=0)
+        return [_ratio(lost[columns].sum(), energy[columns].sum()) for columns in self.columns]
+
+
+def _round_static(rounding: _Rounding, codec: Codec, layout: Layout) -> list[list[Grid]]:
+    """Grids of consecutive features, fitted first; rows in any order. Returns the grids of each group."""
+    order, pivots = rounding.factor.order, rounding.factor.pivots
+    place = torch.argsort(order)
+    group_of_feature = torch.empty_like(order)
+    grids = []
+    for number, (group, start, end) in enumerate(layout.spans()):
+        places = place[start:end]
+        group_of_feature[start:end] = number
+        rows = rounding.weight[places]
+        grids.append([codec.fit(rows[:, own].contiguous(), group.bits, pivots[places]) for own in rounding.columns])
+    group_of_place = group_of_feature[order]
+    for start in range(0, layout.rows, BLOCK_ROWS):
+        end = min(start + BLOCK_ROWS, layout.rows)
+        rounding.round(start, end, rounding.target(start, end), group_of_place[start:end], grids)
+    return grids
+
+
+def _round_act_order(rounding: _Rounding, codec: Codec, layout: Layout) -> list[list[Grid]]:
+    """Grids of runs of rows in processing order, each fitted on the way. Returns the grids of each group."""
+    grids = []
+    for group, first, last in layout.spans():
+        target = rounding.target(first, last)
+        rows, pivots = rounding.moved(first, last, target), rounding.factor.pivots[first:last]
+        side_by_side = [codec.fit(rows[:, own].contiguous(), group.bits, pivots) for own in rounding.columns]
+        for start in range(first, last, BLOCK_ROWS):
+            end = min(start + BLOCK_ROWS, last)
+            target = target[: end - start] if start == first else rounding.target(start, end)
+            only = torch.zeros(end - start, dtype=torch.int64, device=target.device)
+            rounding.round(start, end, target, only, [side_by_side])
+        grids.append(side_by_side)
+    return grids
+
+
+def _round_to_nearest(weight: Tensor, codec: Codec) -> Solution:
+    layout = codec.layout(len(weight))
+    grids = tuple(codec.fit(weight[start:end], group.bits, None) for group, start, end in layout.spans())
+    q = torch.cat([grid.quantize(weight[start:end]) for grid, (_, start, end) in zip(grids, layout.spans(), strict=True)])
+    codes = Codes(q, grids, layout, torch.arange(len(weight)))
+    lost = _column_squares(weight - codes.dequantize()).sum()
+    return Solution(codes, _ratio(lost, _column_squares(weight).sum()))
+
+
+def _column_squares(matrix: Tensor) -> Tensor:
+    """float64 [out], block by block: a float64 copy of the whole would double the memory of the solve."""
+    return torch.stack([rows.double().square().sum(0) for rows in matrix.split(BLOCK_ROWS)]).sum(0)
+
+
+def _ratio(lost: Tensor, energy: Tensor) -> float:
+    return float(lost / energy) if float(energy) > 0 else 0.0

@@ -1,0 +1,116 @@
+"""The Hessian factored for error feedback: order, damping, one Cholesky, and what to do when it fails.
+
+With H = Bᵀ D B, B unit lower triangular and D diagonal, both in processing order, the weighted error of a rounded
+weight is Σ_j D_j ‖(B (W - Q))_j‖². Rounding row j of W + (B - I)(W - Q) to its nearest code therefore minimises it
+greedily: this is GPTQ (arXiv 2210.17323) in its LDL form (QuIP, arXiv 2307.13304, section 3). Nothing is inverted: the
+rows are flipped, so that the lower Cholesky factor of the flipped matrix is the transpose of the upper one needed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CalibrationError
+
+DAMPING = 0.01
+DAMPING_STEPS = (1, 3, 10, 30, 100)  # factors tried one after another when the factorisation fails
+BLOCK_COLUMNS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """H + ridge · I = Bᵀ D B, rows and columns in processing order.
+
+    order        int64 [in]: the input feature of each place
+    lower        float32 [in, in]: B, unit lower triangular
+    pivots       float32 [in]: D, the part of each input that the inputs after it do not explain
+    ridge        what was added to the diagonal
+    damping      the same as a share of the mean of the diagonal over live inputs
+    dead_inputs  inputs that calibration never moved: only the ridge speaks for them, so they are rounded to nearest
+                 and feed no error to others
+    fallback     None, or why there is no error feedback at all: B is then the identity, D the damped diagonal
+    """
+
+    order: Tensor
+    lower: Tensor
+    pivots: Tensor
+    ridge: float
+    damping: float
+    dead_inputs: int
+    fallback: str | None = None
+
+
+def descending(hessian: Tensor) -> Tensor:
+    """The processing order: inputs by their diagonal, greatest first, equals in their own order. int64 [in]."""
+    return torch.argsort(hessian.diagonal(), descending=True, stable=True)
+
+
+def factor(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING, *, name: str = "") -> Factor:
+    """Factor a symmetric Hessian, float32 [in, in]; `order` None means `descending(hessian)`.
+
+    `damping` times the mean of the diagonal is added to it. When the factorisation fails, it is tried again with the
+    multiples of DAMPING_STEPS, and after the last of them the factor has a `fallback`. Raises CalibrationError, with
+    the `name` of the linear, for NaN or infinity.
+    """
+    diagonal = hessian.diagonal().double()
+    if not bool(torch.isfinite(hessian).all()):
+        raise CalibrationError(
+            f"the Hessian of `{name}` holds NaN or infinity", hint="use `--dtype fp32` and other calibration text"
+        )
+    order = descending(hessian) if order is None else order
+    live = diagonal > 0
+    dead_inputs = int((~live).sum())
+    if dead_inputs == len(diagonal):
+        return _diagonal(hessian, order, damping, "calibration moved none of its inputs")
+    mean = float(diagonal[live].mean())
+    for step in DAMPING_STEPS:
+        ridge = damping * step * mean
+        backwards = order.flip(0)
+        flipped = hessian[backwards[:, None], backwards]
+        flipped.diagonal().add_(ridge)
+        if cholesky(flipped):
+            lower, pivots = _unit_lower(flipped)
+            return Factor(order, lower, pivots, ridge, damping * step, dead_inputs)
+    return _diagonal(hessian, order, damping, f"its Hessian stays singular up to damping {damping * DAMPING_STEPS[-1]:g}")
+
+
+def cholesky(matrix: Tensor) -> bool:
+    """Overwrite the lower triangle of a symmetric float32 matrix with its Cholesky factor; False when there is none.
+
+    Blocks of columns, each updated by one product with all columns before it: as fast as LAPACK's and, unlike it, the
+    same to the last bit on any number of threads. What stands above the diagonal afterwards has no meaning.
+    """
+    size = len(matrix)
+    for start in range(0, size, BLOCK_COLUMNS):
+        end = min(start + BLOCK_COLUMNS, size)
+        if start:
+            matrix[start:, start:end].addmm_(matrix[start:, :start], matrix[start:end, :start].T, alpha=-1)
+        square, failed_at = torch.linalg.cholesky_ex(matrix[start:end, start:end])
+        if int(failed_at) or not bool(torch.isfinite(square).all()):
+            return False
+        matrix[start:end, start:end] = square
+        if end < size:
+            identity = torch.eye(end - start, dtype=matrix.dtype, device=matrix.device)
+            inverse = torch.linalg.solve_triangular(square, identity, upper=False)
+            matrix[end:, start:end] = matrix[end:, start:end] @ inverse.T
+    return True
+
+
+def _unit_lower(flipped: Tensor) -> tuple[Tensor, Tensor]:
+    """Cholesky factor L of the flipped matrix → B [in, in], D [in]; the memory of L is used again for B.
+
+    Flipped back, L is the upper U with H = U Uᵀ. Its columns divided by the roots of D = diag(U)² are Bᵀ.
+    """
+    upper = flipped.tril_().flip((0, 1))
+    roots = upper.diagonal().clone()
+    lower = torch.div(upper.T, roots[:, None], out=flipped)
+    return lower, roots.square()
+
+
+def _diagonal(hessian: Tensor, order: Tensor, damping: float, reason: str) -> Factor:
+    """No feedback: each row is rounded to nearest, and its error counts as its own diagonal says."""
+    diagonal = hessian.diagonal().clamp(min=0)
+    ridge = damping * float(diagonal.mean()) if bool(diagonal.any()) else 1.0
+    lower = torch.eye(len(order), dtype=hessian.dtype, device=hessian.device)
+    return Factor(order, lower, diagonal[order] + ridge, ridge, damping, int((diagonal == 0).sum()), reason)
