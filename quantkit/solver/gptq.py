@@ -153,8 +153,9 @@ def _round_act_order(rounding: _Rounding, codec: Codec, layout: Layout) -> list[
 
 def _round_to_nearest(weight: Tensor, codec: Codec) -> Solution:
     layout = codec.layout(len(weight))
-    grids = tuple(codec.fit(weight[start:end], group.bits, None) for group, start, end in layout.spans())
-    q = torch.cat([grid.quantize(weight[start:end]) for grid, (_, start, end) in zip(grids, layout.spans(), strict=True)])
+    groups = [(group, weight[start:end]) for group, start, end in layout.spans()]
+    grids = tuple(codec.fit(rows, group.bits, None) for group, rows in groups)
+    q = torch.cat([grid.quantize(rows) for grid, (_, rows) in zip(grids, groups, strict=True)])
     codes = Codes(q, grids, layout, torch.arange(len(weight)))
     lost = _column_squares(weight - codes.dequantize()).sum()
     return Solution(codes, _ratio(lost, _column_squares(weight).sum()))

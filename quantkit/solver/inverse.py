@@ -72,7 +72,8 @@ def factor(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPIN
         if cholesky(flipped):
             lower, pivots = _unit_lower(flipped)
             return Factor(order, lower, pivots, ridge, damping * step, dead_inputs)
-    return _diagonal(hessian, order, damping, f"its Hessian stays singular up to damping {damping * DAMPING_STEPS[-1]:g}")
+    most = damping * DAMPING_STEPS[-1]
+    return _diagonal(hessian, order, damping, f"its Hessian stays singular up to damping {most:g}")
 
 
 def cholesky(matrix: Tensor) -> bool:

@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from quantkit.calibration import text
 
+from quantkit.calibration import text
 from quantkit.errors import CalibrationError
 
 DATA = files("quantkit.calibration").joinpath("data")
