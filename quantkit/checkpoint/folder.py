@@ -1,0 +1,204 @@
+"""The folder of a model: which files are its weights, which go along with them, and what may be wrong with either.
+
+Weights are safetensors files, found by the first rule that fits:
+
+1. those that `model.safetensors.index.json` names,
+2. `model.safetensors`, else `model-*-of-*.safetensors`,
+3. `output.safetensors`, else `output-*-of-*.safetensors` (the names EXL2 folders have),
+4. every `*.safetensors` file of the folder.
+
+Links are followed, since the folders of the hub cache consist of them; names from an index are not trusted.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from quantkit.checkpoint.header import open_regular, shown, unique_keys
+from quantkit.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+# Where quantizers put their settings, beside or instead of `quantization_config` in config.json.
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+MAX_JSON_BYTES = 64 * 2**20
+
+PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+WEIGHT_ENDINGS = (*PICKLE_ENDINGS, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".npz")
+# The one sub-folder that belongs to a tokenizer: named chat templates.
+TEMPLATE_FOLDER = "additional_chat_templates"
+
+PICKLE_REASON = "pickled weights can run code when they are opened, so quantkit reads safetensors only"
+PICKLE_HINT = (
+    "use a safetensors version of this model, or convert it where you trust the file: python -c "
+    "'from transformers import AutoModelForCausalLM as M; M.from_pretrained(\"IN\").save_pretrained(\"OUT\")'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weight files of a folder, and what its index says: tensor name → file. `notes` are for people."""
+
+    files: tuple[Path, ...]
+    weight_map: dict[str, Path] | None
+    notes: tuple[str, ...]
+
+
+def find_weights(folder: Path) -> Weights:
+    """The weight files by the rules above.
+
+    Raises CheckpointError when there are none (saying what is there instead), when some are missing or are links to
+    nothing (naming all of them), or when an index cannot be used.
+    """
+    present = {path.name for path in folder.iterdir() if path.name.endswith(".safetensors")}
+    notes: tuple[str, ...] = ()
+    if os.path.lexists(folder / INDEX):
+        weight_map = _read_weight_map(folder)
+        files = sorted(set(weight_map.values()))
+        if any(os.path.lexists(file) for file in files) or not present:
+            _require(files, f"named in `{folder / INDEX}`")
+            return Weights(tuple(files), weight_map, notes)
+        # ExLlamaV2 copies the index of the model that it read beside the weights that it wrote.
+        notes = (f"`{INDEX}` names no file of this folder and is left aside",)
+    files = [folder / name for name in _choose(folder, present)]
+    if not files:
+        raise _no_weights(folder)
+    _require(files, "found")
+    return Weights(tuple(files), None, notes)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError when it is missing, too large, no JSON or no object."""
+    with open_regular(path) as (descriptor, status):
+        if status.st_size > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"`{path}` holds {status.st_size} bytes; at most {MAX_JSON_BYTES} are read", hint="fetch it again"
+            )
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            raw = file.read(MAX_JSON_BYTES)
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"`{path}` is not valid JSON: {error}", hint="correct it, or fetch it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"`{path}` is no JSON object", hint="correct it, or fetch it again")
+    return value
+
+
+def side_files(folder: Path) -> list[Path]:
+    """What belongs to a model beside weights, config and quantization settings: tokenizer, chat template, generation
+    config, licence, model card, custom code. Sorted; links to nothing are not among them (see `dangling`)."""
+    found = [path for path in folder.iterdir() if path.is_file() and is_side_file(path.name)]
+    if (folder / TEMPLATE_FOLDER).is_dir():
+        found.append(folder / TEMPLATE_FOLDER)
+    return sorted(found)
+
+
+def is_side_file(name: str) -> bool:
+    """Whether a file of this name goes along when a model is written anew: neither weights nor what describes them."""
+    rewritten = name == "config.json" or name in QUANTIZATION_FILES or name.endswith(".index.json")
+    return not (rewritten or name.startswith(".") or name.lower().endswith(WEIGHT_ENDINGS))
+
+
+def is_pickle(name: str) -> bool:
+    """Whether a file of this name holds pickled weights, or is the index of some."""
+    return name.lower().endswith((*PICKLE_ENDINGS, ".bin.index.json"))
+
+
+def dangling(paths: Iterable[Path]) -> list[str]:
+    """Each of these that is a link to nothing, in words: `` `A` → `B` ``."""
+    return [f"`{path}` → `{path.readlink()}`" for path in sorted(paths) if path.is_symlink() and not path.exists()]
+
+
+def _read_weight_map(folder: Path) -> dict[str, Path]:
+    path = folder / INDEX
+    _require([path], "found")
+    said = read_json(path).get("weight_map")
+    if not isinstance(said, dict) or not all(isinstance(file, str) for file in said.values()):
+        raise CheckpointError(f"`{path}` has no `weight_map` from tensor names to files", hint="fetch it again")
+    if not said:
+        raise CheckpointError(f"`{path}` names no tensors", hint="fetch it again")
+    places = {file: _inside(folder, file) for file in set(said.values())}
+    return {tensor: places[file] for tensor, file in said.items()}
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file an index names, which must lie in the folder: no way up, no root, no linked folder that leads out."""
+    parts = PurePosixPath(name).parts
+    leaves = not parts or name.startswith("/") or ".." in parts or "\0" in name or "\\" in name
+    if not leaves and len(parts) > 1:
+        leaves = not (folder / name).parent.resolve().is_relative_to(folder.resolve())
+    if leaves:
+        raise CheckpointError(
+            f"`{folder / INDEX}` names the shard {shown(name)}, which leaves its folder",
+            hint="do not use this model: its index was tampered with, or made by a faulty tool",
+        )
+    if not name.endswith(".safetensors"):
+        raise CheckpointError(
+            f"`{folder / INDEX}` names {shown(name)}, which is no safetensors file", hint="fetch the index again"
+        )
+    return folder / name
+
+
+def _choose(folder: Path, present: set[str]) -> list[str]:
+    for stem in ("model", "output"):
+        if f"{stem}.safetensors" in present:
+            return [f"{stem}.safetensors"]
+        pattern = re.compile(rf"{stem}-([0-9]+)-of-([0-9]+)\.safetensors")
+        numbered = {name: match for name in present if (match := pattern.fullmatch(name))}
+        if numbered:
+            _check_complete(folder, stem, numbered)
+            return sorted(numbered)
+    return sorted(present)
+
+
+def _check_complete(folder: Path, stem: str, numbered: dict[str, re.Match[str]]) -> None:
+    """Shards without an index: their own names say how many there must be."""
+    counts = {match[2] for match in numbered.values()}
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"`{folder}` holds shards of different sets: {', '.join(f'`{name}`' for name in sorted(numbered))}",
+            hint="remove those that do not belong to this model",
+        )
+    count = int(counts.pop())
+    have = {int(match[1]) for match in numbered.values()}
+    absent = next((number for number in range(1, count + 1) if number not in have), None)
+    if absent is not None:
+        missing = f"{stem}-{absent:05d}-of-{count:05d}.safetensors"
+        raise CheckpointError(
+            f"`{folder}` has {len(have)} of {count} shards: `{missing}` is missing",
+            hint="fetch the missing shards, or the whole model, again",
+        )
+
+
+def _require(files: list[Path], how: str) -> None:
+    missing = [file for file in files if not file.exists()]
+    if not missing:
+        return
+    links = dangling(missing[0].parent.iterdir())
+    if links:
+        raise CheckpointError(
+            f"dangling links in the model folder: {', '.join(links)}",
+            hint="the files they point to are gone: download the model again",
+        )
+    names = ", ".join(f"`{file}`" for file in missing)
+    raise CheckpointError(f"missing: {names}, {how}", hint="fetch the missing files, or the whole model, again")
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    """Nothing to read: say what is there instead, since that is what the person took for a model."""
+    names = sorted(path.name for path in folder.iterdir())
+    for name in names:
+        if is_pickle(name):
+            return CheckpointError(f"`{folder}` has only pickled weights (`{name}`): {PICKLE_REASON}", hint=PICKLE_HINT)
+        if name.lower().endswith(".gguf"):
+            return CheckpointError(
+                f"`{folder}` has only GGUF weights (`{name}`)",
+                hint=f"convert them first: `quantkit convert gguf-to-hf {folder / name} OUT`",
+            )
+    inner = [path.parent for pattern in ("*/config.json", "snapshots/*/config.json") for path in folder.glob(pattern)]
+    hint = f"did you mean `{inner[0]}`?" if inner else "give the folder that config.json and the weights are in"
+    return CheckpointError(f"`{folder}` holds no safetensors files", hint=hint)

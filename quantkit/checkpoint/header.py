@@ -1,0 +1,259 @@
+"""Safetensors headers: everything a file says about its tensors, proven before any tensor is read.
+
+A file is `u64 n` (little-endian) · `n` bytes of JSON · data. The JSON maps each tensor name to `dtype`, `shape` and
+`data_offsets` (`[start, stop)` within the data); `__metadata__` maps strings to strings. What is checked here: the
+length against the file, the JSON, each dtype, each shape against its bytes, and that the tensors cover the data
+from its first byte to its last without an overlap or a hole. No tensor data is touched, and no allocation follows
+a number of the file that was not compared with the file's own size first.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from quantkit.errors import CheckpointError
+
+# A header of this size names about 250 000 tensors; larger ones are refused before they are read.
+MAX_HEADER_BYTES = 32 * 2**20
+MAX_DIMENSIONS = 64
+
+# Every dtype of the format, in bits; those of TORCH_DTYPES can also be read.
+DTYPE_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8"), 8),
+    **dict.fromkeys(("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+
+DAMAGED_HINT = "fetch this file again: it was cut short or damaged on its way"
+
+# What files that are not safetensors begin with, what that is, and what to do about it.
+IMPOSTORS = (
+    (
+        b"version https://git-lfs.github.com/spec",
+        "is a git-LFS pointer, not the weights it points to",
+        "run `git lfs install && git lfs pull` in that folder",
+    ),
+    (b"PK\x03\x04", "is a zip archive, as pickled PyTorch weights are: those can run code when opened and are refused",
+     "use a safetensors version of this model"),
+    (b"\x80\x02", "is a Python pickle: those can run code when opened and are refused",
+     "use a safetensors version of this model"),
+    (b"GGUF", "is a GGUF file", "run `quantkit convert gguf-to-hf IN.gguf OUT` first"),
+    (b"<!DOCTYPE", "is a web page, not weights", "fetch this file again; the site may ask you to log in first"),
+    (b"<html", "is a web page, not weights", "fetch this file again; the site may ask you to log in first"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: its dtype as the format spells it, and where its bytes are in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The validated header of one file. `stamp` tells whether the file is still the one that was validated."""
+
+    path: Path
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    stamp: tuple[int, ...]
+
+
+def shown(name: str) -> str:
+    """A name from a file, safe to print: escaped, between backticks, not longer than a line."""
+    escaped = name.encode("unicode_escape").decode("ascii")
+    return f"`{escaped if len(escaped) <= 120 else escaped[:117] + '...'}`"
+
+
+def read_header(path: Path) -> Header:
+    """The header of one safetensors file.
+
+    Raises CheckpointError, naming the file and the tensor, on anything a valid file cannot have.
+    """
+    with open_regular(path) as (descriptor, status):
+        raw = _read_json_bytes(descriptor, path, status.st_size)
+    data_start = 8 + len(raw)
+    table = _parse(raw, path)
+    metadata = _checked_metadata(table.pop("__metadata__", None), path)
+    entries = {name: _checked_entry(name, said, data_start, path) for name, said in table.items()}
+    _check_cover(entries, data_start, status.st_size, path)
+    return Header(path, entries, metadata, file_stamp(status))
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """A descriptor for reading and what the file system says of it. Never waits on a pipe or a device.
+
+    Raises CheckpointError when the file is missing, no regular file, or cannot be read (also by the caller).
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"`{path}` is not a regular file", hint="give a folder with the files of a model")
+            yield descriptor, status
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"`{path}` cannot be read: {error.strerror}", hint=_system_hint(error)) from error
+
+
+def read_into(descriptor: int, target: memoryview, start: int) -> int:
+    """Fills `target` from byte `start` of the file on; returns how much of it the file had."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], start + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def read_at(descriptor: int, size_bytes: int, start: int) -> bytes:
+    """The bytes of a file from `start` on: `size_bytes` of them, fewer only at its end."""
+    data = bytearray(size_bytes)
+    return bytes(data[: read_into(descriptor, memoryview(data), start)])
+
+
+def file_stamp(status: os.stat_result) -> tuple[int, ...]:
+    """Size, time of change and identity: equal stamps mean the same content."""
+    return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino
+
+
+def _system_hint(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "fetch the missing file, or the whole model, again"
+    if isinstance(error, PermissionError):
+        return "make it readable: `chmod u+r FILE`"
+    return "copy the model to another disk and try again"
+
+
+def _read_json_bytes(descriptor: int, path: Path, file_bytes: int) -> bytes:
+    opening = read_at(descriptor, 64, 0)
+    for prefix, what, hint in IMPOSTORS:
+        if opening.startswith(prefix):
+            raise CheckpointError(f"`{path}` {what}", hint=hint)
+    if len(opening) < 8:
+        raise CheckpointError(f"`{path}` holds {file_bytes} bytes, too few for a safetensors file", hint=DAMAGED_HINT)
+    size = int.from_bytes(opening[:8], "little")
+    if size > file_bytes - 8 or opening[8:9] not in (b"{", b""):
+        raise CheckpointError(
+            f"`{path}` is not a safetensors file, or a damaged one: its header should have {size} bytes and begin "
+            f"with `{{`; after its length the file has {file_bytes - 8} bytes and begins with {opening[8:12]!r}",
+            hint=DAMAGED_HINT,
+        )
+    if size > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"`{path}` has a header of {size} bytes; at most {MAX_HEADER_BYTES} are read",
+            hint="split the file into shards, or fetch it again if it should not be that large",
+        )
+    raw = read_at(descriptor, size, 8)
+    if len(raw) < size:
+        raise CheckpointError(f"`{path}` ended while its header was read", hint=DAMAGED_HINT)
+    return raw
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for JSON that must not say a thing twice. Raises ValueError naming what it says twice."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"{shown(key)} is there twice")
+        table[key] = value
+    return table
+
+
+def _parse(raw: bytes, path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"`{path}` has a header that is not valid: {error}", hint=DAMAGED_HINT) from None
+    if not isinstance(table, dict):
+        raise CheckpointError(f"`{path}` has a header that is no JSON object", hint=DAMAGED_HINT)
+    return table
+
+
+def _checked_metadata(said: Any, path: Path) -> dict[str, str]:
+    if said is None:
+        return {}
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+        raise CheckpointError(f"`{path}` has a `__metadata__` that does not map strings to strings", hint=DAMAGED_HINT)
+    return said
+
+
+def _checked_entry(name: str, said: Any, data_start: int, path: Path) -> Entry:
+    def refuse(why: str) -> NoReturn:
+        raise CheckpointError(f"tensor {shown(name)} in `{path}` {why}", hint=DAMAGED_HINT)
+
+    if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+        refuse("has a name that is not valid Unicode")
+    if not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= said.keys():
+        refuse("must have `dtype`, `shape` and `data_offsets`")
+    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        refuse(f"has the unknown dtype {shown(str(dtype))}")
+    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
+        refuse(f"has the shape {shown(str(shape))}; a list of at most {MAX_DIMENSIONS} sizes is expected")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        refuse(f"has the data offsets {shown(str(offsets))}; `[start, stop]` is expected")
+    start, stop = offsets
+    bits = prod(shape) * DTYPE_BITS[dtype]
+    if bits != 8 * (stop - start):
+        needed = f"which needs {bits // 8} bytes" if bits < 2**63 else "which no file can hold"
+        refuse(f"has {dtype} of shape {shown(str(shape))}, {needed}, and {stop - start} bytes of data")
+    return Entry(dtype, tuple(shape), data_start + start, stop - start)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _check_cover(entries: dict[str, Entry], data_start: int, file_bytes: int, path: Path) -> None:
+    """Sorted by place, each tensor begins where the one before it ends, and the last ends with the file."""
+    reached, before = data_start, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size_bytes)):
+        if entry.start != reached:
+            fault = "overlaps" if entry.start < reached else "leaves a hole after"
+            raise CheckpointError(f"tensor {shown(name)} in `{path}` {fault} {before}", hint=DAMAGED_HINT)
+        reached, before = entry.start + entry.size_bytes, shown(name)
+        if reached > file_bytes:
+            raise CheckpointError(
+                f"`{path}` is cut short: tensor {shown(name)} ends at byte {reached}, the file at byte {file_bytes}",
+                hint=DAMAGED_HINT,
+            )
+    if reached < file_bytes:
+        raise CheckpointError(
+            f"`{path}` has {file_bytes - reached} bytes after its last tensor that belong to none", hint=DAMAGED_HINT
+        )
