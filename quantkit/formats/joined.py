@@ -1,0 +1,42 @@
+"""JoinedTensor: stored weights that read the same input, side by side as the one fused linear they stand for."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantkit.formats.codec import StoredTensor
+
+
+class JoinedTensor(StoredTensor):
+    """Parts in the order of their outputs, by the names they have on disk, each in whatever format it has."""
+
+    def __init__(self, parts: Mapping[str, StoredTensor]) -> None:
+        self._parts = dict(parts)
+        stored = list(self._parts.values())
+        self.in_features = stored[0].in_features
+        self.out_features = sum(part.out_features for part in stored)
+        biases = [part.bias for part in stored]
+        if all(bias is None for bias in biases):
+            self.bias = None
+        else:
+            zeros = [torch.zeros(part.out_features, dtype=torch.float16) for part in stored]
+            self.bias = torch.cat([zero if bias is None else bias for zero, bias in zip(zeros, biases, strict=True)])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is on disk, by `part.suffix`."""
+        return {
+            f"{name}.{suffix}": tensor
+            for name, part in self._parts.items()
+            for suffix, tensor in part.tensors().items()
+        }
+
+    def dequantize(self) -> Tensor:
+        return torch.cat([part.dequantize() for part in self._parts.values()], dim=1)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return torch.cat([part.matmul(x) for part in self._parts.values()], dim=-1)
+
+    @property
+    def stored_bits(self) -> int:
+        return sum(part.stored_bits for part in self._parts.values())
