@@ -1,0 +1,39 @@
+"""Where a model runs and in which arithmetic: words of the command line made into a device, a dtype and a backend."""
+
+from dataclasses import dataclass
+
+import torch
+
+from quantkit import kernels
+from quantkit.errors import UsageError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`backend` computes the quantized linears, for the reason given; `dtype` is that of all other multiplications."""
+
+    device: str
+    dtype: torch.dtype
+    backend: str
+    reason: str
+
+    @classmethod
+    def choose(cls, device: str = "auto", dtype: str = "auto") -> "Placement":
+        """`auto` is the best device there is, and float32 on a CPU, float16 on a GPU.
+
+        Raises UsageError for an unknown dtype, BackendError for a device that cannot be used.
+        """
+        if dtype != "auto" and dtype not in DTYPES:
+            raise UsageError(f"unknown dtype `{dtype}`", hint=f"--dtype auto, {', '.join(DTYPES)}")
+        chosen = kernels.backend(device)
+        if device == "auto":
+            device = "cuda" if chosen.name == "cuda" else "cpu"
+        usual = torch.float32 if device == "cpu" else torch.float16
+        return cls(device, DTYPES.get(dtype, usual), chosen.name, chosen.reason)
+
+    @property
+    def dtype_name(self) -> str:
+        """`fp32`, `bf16` or `fp16`."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
