@@ -1,0 +1,121 @@
+"""Attention: grouped heads over the past, with optional window, soft cap, head norms and cache.
+
+Queries are the last `s` of `t` positions. Torch's fused kernel computes what it can; scores are written out only where
+a soft cap stands between product and softmax. Windows and caps go through in pieces of queries, so that no mask or
+score matrix grows with the square of the text.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.models.fan import Fan, Observe
+from quantkit.models.norm import Norm
+from quantkit.models.rope import Rope, Rotary
+
+PIECE = 512  # queries at a time where a mask is needed
+
+
+class Cache(Protocol):
+    """Keys and values of past positions; see `runtime.cache`."""
+
+    length: int
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores `[b, kv_heads, s, d]` of one layer and returns all positions so far."""
+
+    def advance(self, positions: int) -> None:
+        """Makes what every layer has appended part of the past."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One attention layer. `norms` (`q`, `k`) is empty where heads are not normalised."""
+
+    layer: int
+    inputs: Fan
+    output: Fan
+    norms: Mapping[str, Norm]
+    rope: Rope
+    head_dim: int
+    scale: float
+    window: int | None
+    cap: float | None
+
+    def __call__(self, x: Tensor, rotary: Rotary, cache: Cache | None, observe: Observe | None) -> Tensor:
+        """`[b, s, hidden]` → `[b, s, hidden]`."""
+        q, k, v = (self._heads(part) for part in self.inputs(x, observe))
+        if self.norms:
+            q, k = self.norms["q"](q), self.norms["k"](k)
+        q, k = (rotary.turn(self.rope, part).to(v.dtype) for part in (q, k))
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+            k, v = k.to(q.dtype), v.to(q.dtype)
+        mixed = attend(q, k, v, scale=self.scale, window=self.window, cap=self.cap)
+        (out,) = self.output(mixed.transpose(1, 2).flatten(2), observe)
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """`[b, s, heads · head_dim]` → `[b, heads, s, head_dim]`."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, cap: float | None = None
+) -> Tensor:
+    """Causal attention of the last `s` of `t` positions, `[b, heads, s, d]`.
+
+    q       [b, heads, s, d]
+    k, v    [b, kv_heads, t, d]; head h reads key-value head h // (heads / kv_heads)
+    window  positions a query sees, its own included; None for all before it
+    cap     scores become `cap · tanh(score / cap)` (Gemma 2 report, section 2)
+    """
+    queries, positions = q.shape[2], k.shape[2]
+    if window is not None and window >= positions:
+        window = None
+    if cap is None and window is None and queries in (1, positions):
+        return _fused(q, k, v, scale, is_causal=queries > 1)
+    pieces = [
+        _attend_piece(q[:, :, start : start + PIECE], k, v, positions - queries + start, scale, window, cap)
+        for start in range(0, queries, PIECE)
+    ]
+    return torch.cat(pieces, dim=2)
+
+
+def _attend_piece(
+    q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, cap: float | None
+) -> Tensor:
+    """Queries from position `first` on, against the keys that any of them sees."""
+    end = first + q.shape[2]
+    start = 0 if window is None else max(0, first + 1 - window)
+    k, v = k[:, :, start:end], v[:, :, start:end]
+    query = torch.arange(first, end, device=q.device)[:, None]
+    key = torch.arange(start, end, device=q.device)[None, :]
+    seen = key <= query
+    if window is not None:
+        seen &= key > query - window
+    if cap is None:
+        return _fused(q, k, v, scale, seen)
+    return _capped(q, k, v, scale, cap, seen)
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=is_causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, seen: Tensor) -> Tensor:
+    """Scores written out in float32."""
+    rows, heads, queries, width = q.shape
+    grouped = q.reshape(rows, k.shape[1], -1, queries, width)
+    scores = (grouped @ k[:, :, None].transpose(-1, -2)).to(torch.float32) * scale
+    scores = (cap * torch.tanh(scores / cap)).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(dim=-1).to(v.dtype) @ v[:, :, None]).reshape(rows, heads, queries, width)

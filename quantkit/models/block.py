@@ -1,0 +1,122 @@
+"""Block: one decoder layer, and reading it from a checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.models.architecture import Architecture, LinearSpec, Stage
+from quantkit.models.attention import Attention, Cache
+from quantkit.models.config import ModelConfig
+from quantkit.models.fan import Fan, Observe
+from quantkit.models.feedforward import ACTIVATIONS, GatedMLP, Mixture
+from quantkit.models.linear import Linear
+from quantkit.models.norm import Norm
+from quantkit.models.rope import Rotary
+from quantkit.models.source import Device, Source, read_linear
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One decoder layer. The two `after` norms exist in families that normalise what joins the residual stream."""
+
+    before_attention: Norm
+    attention: Attention
+    after_attention: Norm | None
+    before_mlp: Norm
+    mlp: GatedMLP | Mixture
+    after_mlp: Norm | None
+    fans: tuple[Fan, ...]
+
+    def forward(
+        self, hidden: Tensor, rotary: Rotary, cache: Cache | None = None, observe: Observe | None = None
+    ) -> Tensor:
+        """`[b, s, hidden]` float32 → the same.
+
+        `observe(stage, x [m, in])` gets the input of each stage just before its linears run: all tokens, or those that
+        were routed to an expert. It is not called for an expert that no token reached.
+        """
+        attended = self.attention(self.before_attention(hidden), rotary, cache, observe)
+        hidden = hidden + (self.after_attention(attended) if self.after_attention else attended)
+        fed = self.mlp(self.before_mlp(hidden), observe)
+        return hidden + (self.after_mlp(fed) if self.after_mlp else fed)
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """The quantizable linears by Hugging Face module name, in the order they run."""
+        return {linear.name: linear for fan in self.fans for linear in fan.linears}
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Linears that share an input, in the order they run."""
+        return tuple(fan.stage for fan in self.fans)
+
+
+def load_block(
+    source: Source,
+    config: ModelConfig,
+    architecture: Architecture,
+    index: int,
+    dtype: torch.dtype,
+    device: Device = "cpu",
+) -> Block:
+    """One decoder layer, read from `source` alone. Raises CheckpointError for absent or misshapen tensors."""
+    specs = architecture.block_linears(config, index)
+    norms = {
+        name.removeprefix(f"model.layers.{index}."): Norm.read(
+            source, name, width, architecture.norm_offset, config.norm_eps, device
+        )
+        for name, width in architecture.norms(config, index).items()
+    }
+    fans = _read_fans(source, specs, dtype, device)
+    gates = [read_linear(source, spec, torch.float32, device) for spec in specs if not spec.quantizable]
+    attention = Attention(
+        layer=index,
+        inputs=fans[0],
+        output=fans[1],
+        norms={role: norms[f"self_attn.{role}_norm"] for role in "qk"} if architecture.head_norms else {},
+        rope=config.ropes[index],
+        head_dim=config.head_dim,
+        scale=config.attention_scale,
+        window=config.windows[index],
+        cap=config.attention_cap,
+    )
+    before_mlp = "pre_feedforward_layernorm" if architecture.post_norms else "post_attention_layernorm"
+    return Block(
+        before_attention=norms["input_layernorm"],
+        attention=attention,
+        after_attention=norms["post_attention_layernorm"] if architecture.post_norms else None,
+        before_mlp=norms[before_mlp],
+        mlp=_make_mlp(config, fans[2:], gates),
+        after_mlp=norms["post_feedforward_layernorm"] if architecture.post_norms else None,
+        fans=fans,
+    )
+
+
+def _read_fans(
+    source: Source, specs: Sequence[LinearSpec], dtype: torch.dtype, device: Device
+) -> tuple[Fan, ...]:
+    groups: dict[str, list[LinearSpec]] = {}
+    for spec in specs:
+        if spec.quantizable:
+            groups.setdefault(spec.stage, []).append(spec)
+    return tuple(Fan.read(source, group, dtype, device) for group in groups.values())
+
+
+def _make_mlp(config: ModelConfig, fans: Sequence[Fan], gates: Sequence[Linear]) -> GatedMLP | Mixture:
+    """`fans` are pairs (gate and up, down): one MLP, or every expert and then the shared one."""
+    activation = ACTIVATIONS[config.activation]
+    mlps = [GatedMLP(inputs, output, activation) for inputs, output in zip(fans[::2], fans[1::2], strict=True)]
+    if not gates:
+        return mlps[0]
+    sizes = config.experts
+    assert sizes is not None
+    shared = mlps[sizes.count] if len(gates) == 2 else None
+    return Mixture(
+        router=gates[0],
+        experts=tuple(mlps[: sizes.count]),
+        chosen=sizes.chosen,
+        normalise=sizes.normalise,
+        shared=shared,
+        shared_gate=gates[1] if shared else None,
+    )

@@ -1,0 +1,66 @@
+"""Feed-forward parts of a block: one gated MLP, or a mixture of them of which a router chooses a few for each token."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.models.fan import Fan, Observe
+from quantkit.models.linear import Linear
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """`down(activation(gate(x)) · up(x))`. (Shazeer 2020, GLU variants)"""
+
+    inputs: Fan
+    output: Fan
+    activation: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor, observe: Observe | None) -> Tensor:
+        """`[..., hidden]` → `[..., hidden]`."""
+        gate, up = self.inputs(x, observe)
+        (out,) = self.output(self.activation(gate) * up, observe)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts chosen by a softmax over the router's logits, weighted by their probabilities. (Fedus et al. 2021)
+
+    router       float32 whatever the model computes in, so that rounding does not change who is chosen
+    chosen       experts for each token
+    normalise    the weights of the chosen ones sum to one
+    shared       an expert that sees every token, scaled by the sigmoid of `shared_gate`
+    """
+
+    router: Linear
+    experts: tuple[GatedMLP, ...]
+    chosen: int
+    normalise: bool
+    shared: GatedMLP | None
+    shared_gate: Linear | None
+
+    def __call__(self, x: Tensor, observe: Observe | None) -> Tensor:
+        """`[b, s, hidden]` → `[b, s, hidden]`, float32. An expert that no token chooses does not run."""
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, choice = self.router(tokens).softmax(dim=-1).topk(self.chosen, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        out = torch.zeros_like(tokens, dtype=torch.float32)
+        for expert in choice.unique().tolist():
+            rows, rank = torch.where(choice == expert)
+            routed = self.experts[expert](tokens[rows], observe)
+            out.index_add_(0, rows, routed * weights[rows, rank, None])
+        if self.shared is not None and self.shared_gate is not None:
+            out += self.shared_gate(tokens).sigmoid() * self.shared(tokens, observe)
+        return out.reshape(x.shape)

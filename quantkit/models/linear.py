@@ -1,0 +1,57 @@
+"""Linear: one stored weight in use. Below this module weights are `[in, out]`; torch's `[out, in]` ends here."""
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import BackendError
+from quantkit.formats.codec import StoredTensor
+from quantkit.formats.dense import DenseTensor
+
+
+class Linear:
+    """`x · W + bias`, computed in `dtype` by whatever form the weight is stored in.
+
+    A dense weight is converted to `dtype` once. What was read from disk is kept beside it, since that is what a solver
+    has to work on, until `settle` says that only the result matters.
+    """
+
+    def __init__(self, name: str, stored: StoredTensor, dtype: torch.dtype, device: str | torch.device = "cpu") -> None:
+        self.name = name
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.replace(stored)
+
+    @property
+    def in_features(self) -> int:
+        return self.stored.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.stored.out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[..., in]` of any float dtype → `[..., out]` in `dtype`."""
+        rows = x.reshape(-1, self.in_features).to(self.dtype)
+        return self._running.matmul(rows).reshape(*x.shape[:-1], self.out_features)
+
+    def weight(self) -> Tensor:
+        """float32 `[in, out]`, in memory of its own: the weight as stored, not as rounded to `dtype`."""
+        return self.stored.dequantize().to(torch.float32).contiguous()
+
+    def replace(self, stored: StoredTensor) -> None:
+        """Use another form of this weight from now on."""
+        self.stored = stored
+        self._running = _in_dtype(self.name, stored, self.dtype, self.device)
+
+    def settle(self) -> None:
+        """Forget what was read from disk where it is not what runs: a whole model holds each weight once."""
+        self.stored = self._running
+
+
+def _in_dtype(name: str, stored: StoredTensor, dtype: torch.dtype, device: torch.device) -> StoredTensor:
+    if isinstance(stored, DenseTensor):
+        bias = None if stored.bias is None else stored.bias.to(device, dtype)
+        return DenseTensor(stored.weight.to(device, dtype), bias)
+    if device.type != "cpu":
+        raise BackendError(f"`{name}` is quantized and cannot run on `{device}`", hint="use `--device cpu`")
+    return stored

@@ -1,0 +1,41 @@
+"""load: a model folder → a Model, each linear in the form it is stored in."""
+
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
+from quantkit.errors import UsageError
+from quantkit.models import catalog
+from quantkit.models.config import ModelConfig
+from quantkit.models.contents import check_contents
+from quantkit.models.transformer import Model
+from quantkit.runtime.placement import DTYPES, Placement
+
+
+def load(path: str | Path, device: str = "cpu", dtype: str | torch.dtype | None = None) -> Model:
+    """A model from a folder, quantized or not, or from the hub by its id. Needs no tokenizer.
+
+        model = quantkit.load("models/llama")
+        logits = model(input_ids)            # int64 [batch, seq] → float32 [batch, seq, vocab]
+
+    dtype  of the multiplications: `fp32`, `bf16`, `fp16` or a torch dtype; None or `auto` is fp32 on a CPU
+
+    Raises CheckpointError for a folder that cannot be read, or that lacks a tensor or has one too many;
+    UnsupportedModel for a model this code cannot compute; UsageError for another dtype.
+    """
+    return load_model(open_checkpoint(path), device, dtype)
+
+
+def load_model(checkpoint: Checkpoint, device: str = "cpu", dtype: str | torch.dtype | None = None) -> Model:
+    """The model of a checkpoint that is open already; see `load`."""
+    if isinstance(dtype, torch.dtype):
+        named = [name for name, known in DTYPES.items() if known == dtype]
+        if not named:
+            raise UsageError(f"cannot compute in `{dtype}`", hint=f"use one of {', '.join(DTYPES)}")
+        dtype = named[0]
+    placement = Placement.choose(device, dtype or "auto")
+    config = ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json"))
+    architecture = catalog.find(checkpoint.config)
+    check_contents(checkpoint, config, architecture)
+    return Model.load(checkpoint, config, architecture, placement.dtype, placement.device)
