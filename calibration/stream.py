@@ -1,0 +1,135 @@
+"""Hidden states on their way through the blocks: one block's outputs are the next one's inputs.
+
+    stream = ActivationStream.start(model.embed, rows, batch_rows=8)
+    for index in range(layers):
+        for hidden in stream.batches(): ...          # look at the block's inputs
+        stream.advance(block, f"block {index}")      # put its outputs in their place
+
+What is held is `[rows, length, hidden]` once, whatever the number of blocks: an advance replaces batch after batch. It
+stays in memory, or in files of a folder that are read and written as plain bytes (a memory map would count as memory
+of the process again). float32 is the default: residual streams with entries of tens of thousands beside small ones
+lose the small updates of such entries in bfloat16, which halves the size.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CalibrationError
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class ActivationStream:
+    """Hidden states of all calibration rows between two blocks, in batches of whole rows."""
+
+    def __init__(self, slots: "_Slots", row_counts: list[int], dtype: torch.dtype) -> None:
+        self._slots = slots
+        self._row_counts = row_counts
+        self._dtype = dtype
+
+    @classmethod
+    def start(
+        cls,
+        embed: Callable[[Tensor], Tensor],
+        rows: Tensor,
+        *,
+        batch_rows: int,
+        dtype: torch.dtype = torch.float32,
+        folder: Path | None = None,
+    ) -> "ActivationStream":
+        """The states before the first block.
+
+        embed       int64 [b, length] → floats [b, length, hidden]
+        rows        int64 [rows, length]: token ids
+        batch_rows  rows of a batch; the last batch may have fewer
+        dtype       float32 or bfloat16: what is stored, and what `batches` gives
+        folder      an existing folder of the caller's for the states; None keeps them in memory
+        """
+        assert dtype in DTYPES, "float16 ends at 65504: residual streams reach it"
+        parts = rows.split(batch_rows)
+        slots = _InMemory() if folder is None else _OnDisk(folder)
+        stream = cls(slots, [len(part) for part in parts], dtype)
+        for number, part in enumerate(parts):
+            stream._put(number, embed(part), "the embedding")
+        return stream
+
+    def batches(self) -> Iterator[Tensor]:
+        """The states `[b, length, hidden]` in row order. They are not to be changed in place."""
+        for number in range(len(self._row_counts)):
+            yield self._slots.get(number)
+
+    def advance(self, block: Callable[[Tensor], Tensor], name: str) -> None:
+        """Replace every batch by what the block makes of it. Raises CalibrationError for NaN or infinity, with `name`."""
+        for number in range(len(self._row_counts)):
+            self._put(number, block(self._slots.get(number)), name)
+
+    def _put(self, number: int, hidden: Tensor, name: str) -> None:
+        finite = torch.isfinite(hidden).flatten(1).all(1)
+        if not bool(finite.all()):
+            row = sum(self._row_counts[:number]) + int((~finite).nonzero()[0])
+            raise CalibrationError(
+                f"{name} gives NaN or infinity in calibration row {row}",
+                hint="use `--dtype fp32`; if it stays, a weight of the checkpoint is damaged",
+            )
+        self._slots.put(number, hidden.detach().to("cpu", self._dtype))
+
+
+class _Slots(Protocol):
+    def get(self, number: int) -> Tensor: ...
+
+    def put(self, number: int, hidden: Tensor) -> None: ...
+
+
+class _InMemory:
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+
+    def get(self, number: int) -> Tensor:
+        return self._held[number]
+
+    def put(self, number: int, hidden: Tensor) -> None:
+        self._held[number] = hidden
+
+
+class _OnDisk:
+    """One file of raw values for each batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._forms: dict[int, tuple[torch.Size, torch.dtype]] = {}
+
+    def get(self, number: int) -> Tensor:
+        shape, dtype = self._forms[number]
+        hidden = torch.empty(shape, dtype=dtype)
+        path = self._path(number)
+        with path.open("rb", buffering=0) as file:
+            view, filled = _bytes(hidden), 0
+            while filled < len(view) and (count := file.readinto(view[filled:])):
+                filled += count
+        if filled < len(view):
+            raise CalibrationError(f"`{path}` has {filled:,} bytes of hidden states, expected {len(view):,}")
+        return hidden
+
+    def put(self, number: int, hidden: Tensor) -> None:
+        self._forms[number] = hidden.shape, hidden.dtype
+        view = _bytes(hidden.contiguous())
+        try:
+            with self._path(number).open("wb", buffering=0) as file:
+                while len(view):
+                    view = view[file.write(view) :]
+        except OSError as error:
+            raise CalibrationError(
+                f"hidden states cannot be written to `{self._folder}`: {error.strerror}",
+                hint="free some space there, or use fewer `--samples`",
+            ) from error
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"hidden-{number:05}.bin"
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(torch.uint8).view(-1).numpy().data
