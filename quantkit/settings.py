@@ -28,8 +28,9 @@ class QuantizeSettings:
 
 @dataclass(frozen=True, slots=True)
 class ConvertSettings:
-    """`quantkit convert ROUTE IN OUT`."""
+    """`quantkit convert ROUTE IN OUT`, ROUTE as `gguf-to-hf`."""
 
+    route: str
     source: Path
     out: Path
     overwrite: bool = False
@@ -43,6 +44,7 @@ class TextSettings:
     text: Path | None = None
     length: int = 2048
     windows: int | None = None
+    bos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,12 @@ class CompareSettings:
 
 @dataclass(frozen=True, slots=True)
 class GenerateSettings:
-    """`quantkit generate MODEL`: one prompt (plain or chat) and how to continue it."""
+    """`quantkit generate MODEL`: one of three prompts and how to continue it."""
 
     model: str
-    prompt: str
-    chat: bool = False
+    prompt: str | None = None
+    chat: str | None = None
+    prompt_file: Path | None = None
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_k: int = 0

@@ -59,6 +59,10 @@ class KVCache:
         self._values[layer, :, :, self.length : end] = values
         return self._keys[layer, :, :, :end], self._values[layer, :, :, :end]
 
+    def clear(self) -> None:
+        """Forget all positions."""
+        self.length = 0
+
     def advance(self, positions: int) -> None:
         """Make the positions that every layer has appended part of the past."""
         self.length += positions

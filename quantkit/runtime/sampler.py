@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.errors import GateError, UsageError
+from quantkit.errors import UsageError
+from quantkit.runtime.finite import require_finite
 
 GREEDY_BELOW = 1e-3
 """Temperatures under this are greedy: at 0.001 a token behind by 0.05 in its logit has a chance of e^-50."""
@@ -64,16 +65,6 @@ def choose(logits: Tensor, seen: Tensor, sampling: Sampling, random: torch.Gener
     logits = keep_top_p(logits, sampling.top_p)
     logits = keep_min_p(logits, sampling.min_p)
     return draw(logits, random)
-
-
-def require_finite(logits: Tensor) -> None:
-    """Raises GateError when a logit is NaN or infinite: a token drawn from such logits would mean nothing."""
-    if not bool(torch.isfinite(logits).all()):
-        bad = int((~torch.isfinite(logits)).sum())
-        raise GateError(
-            f"{bad} of the model's {logits.numel()} logits are not finite numbers",
-            hint="run with `--dtype fp32`; if it stays, the checkpoint is damaged",
-        )
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

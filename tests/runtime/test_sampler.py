@@ -107,7 +107,7 @@ def test_same_seed_same_tokens():
 def test_logits_that_are_no_numbers_give_no_token(bad, temperature):
     logits = LOGITS.clone()
     logits[2] = bad
-    with pytest.raises(GateError, match="1 of the model's 5 logits are not finite"):
+    with pytest.raises(GateError, match="1 of 5 logits are not finite"):
         choose(logits, NOTHING, Sampling(temperature=temperature), seeded())
 
 
