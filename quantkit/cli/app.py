@@ -2,6 +2,7 @@
 
 import typer
 
+from quantkit.cli.convert import convert
 from quantkit.cli.doctor import doctor
 from quantkit.version import VERSION
 
@@ -26,4 +27,5 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
     pass
 
 
+app.add_typer(convert, name="convert")
 app.command()(doctor)
