@@ -10,7 +10,6 @@ Weights are safetensors files, found by the first rule that fits:
 Links are followed, since the folders of the hub cache consist of them; names from an index are not trusted.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -18,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from quantkit.checkpoint.header import open_regular, shown, unique_keys
+from quantkit.checkpoint.header import open_regular, parse_json, read_at, shown
 from quantkit.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 # Where quantizers put their settings, beside or instead of `quantization_config` in config.json.
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
-MAX_JSON_BYTES = 64 * 2**20
+MAX_CONFIG_BYTES = 4 * 2**20
+MAX_INDEX_BYTES = 32 * 2**20
 
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WEIGHT_ENDINGS = (*PICKLE_ENDINGS, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".npz")
@@ -54,43 +54,62 @@ def find_weights(folder: Path) -> Weights:
     nothing (naming all of them), or when an index cannot be used.
     """
     present = {path.name for path in folder.iterdir() if path.name.endswith(".safetensors")}
+    usual = _usual_names(folder, present)
     notes: tuple[str, ...] = ()
     if os.path.lexists(folder / INDEX):
         weight_map = _read_weight_map(folder)
         files = sorted(set(weight_map.values()))
-        if any(os.path.lexists(file) for file in files) or not present:
-            _require(files, f"named in `{folder / INDEX}`")
+        if any(os.path.lexists(file) for file in files) or not usual:
+            require(files, f"named in `{folder / INDEX}`")
             return Weights(tuple(files), weight_map, notes)
         # ExLlamaV2 copies the index of the model that it read beside the weights that it wrote.
         notes = (f"`{INDEX}` names no file of this folder and is left aside",)
-    files = [folder / name for name in _choose(folder, present)]
+    files = [folder / name for name in usual or sorted(present)]
     if not files:
         raise _no_weights(folder)
-    _require(files, "found")
+    require(files, "found in the folder")
     return Weights(tuple(files), None, notes)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def require(files: Iterable[Path], how: str) -> None:
+    """Raises CheckpointError when any of these files is missing; where links lead to nothing, it names all of them."""
+    missing = [file for file in files if not file.exists()]
+    if not missing:
+        return
+    links = dangling(missing[0].parent)
+    if links:
+        raise CheckpointError(
+            f"dangling links in the model folder: {', '.join(links)}",
+            hint="the files they point to are gone: download the model again",
+        )
+    names = ", ".join(f"`{file}`" for file in missing)
+    raise CheckpointError(f"missing: {names}, {how}", hint="fetch the missing files, or the whole model, again")
+
+
+def dangling(folder: Path) -> list[str]:
+    """The links of a folder that lead to nothing, in words: `` `A` → `B` ``."""
+    links = (path for path in sorted(folder.iterdir()) if path.is_symlink() and not path.exists())
+    return [f"`{path}` → `{path.readlink()}`" for path in links]
+
+
+def read_json(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError when it is missing, too large, no JSON or no object."""
     with open_regular(path) as (descriptor, status):
-        if status.st_size > MAX_JSON_BYTES:
+        if status.st_size > most_bytes:
             raise CheckpointError(
-                f"`{path}` holds {status.st_size} bytes; at most {MAX_JSON_BYTES} are read", hint="fetch it again"
+                f"`{path}` holds {status.st_size} bytes; at most {most_bytes} are read", hint="fetch it again"
             )
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            raw = file.read(MAX_JSON_BYTES)
+        raw = read_at(descriptor, status.st_size, 0)
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` is not valid JSON: {error}", hint="correct it, or fetch it again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"`{path}` is no JSON object", hint="correct it, or fetch it again")
-    return value
+        return parse_json(raw)
+    except ValueError as error:
+        hint = "correct it, or fetch it again"
+        raise CheckpointError(f"`{path}` is not a valid JSON object: {error}", hint=hint) from None
 
 
 def side_files(folder: Path) -> list[Path]:
     """What belongs to a model beside weights, config and quantization settings: tokenizer, chat template, generation
-    config, licence, model card, custom code. Sorted; links to nothing are not among them (see `dangling`)."""
+    config, licence, model card, custom code. Sorted; links to nothing are not among them, see `dangling`."""
     found = [path for path in folder.iterdir() if path.is_file() and is_side_file(path.name)]
     if (folder / TEMPLATE_FOLDER).is_dir():
         found.append(folder / TEMPLATE_FOLDER)
@@ -108,15 +127,10 @@ def is_pickle(name: str) -> bool:
     return name.lower().endswith((*PICKLE_ENDINGS, ".bin.index.json"))
 
 
-def dangling(paths: Iterable[Path]) -> list[str]:
-    """Each of these that is a link to nothing, in words: `` `A` → `B` ``."""
-    return [f"`{path}` → `{path.readlink()}`" for path in sorted(paths) if path.is_symlink() and not path.exists()]
-
-
 def _read_weight_map(folder: Path) -> dict[str, Path]:
     path = folder / INDEX
-    _require([path], "found")
-    said = read_json(path).get("weight_map")
+    require([path], "found in the folder")
+    said = read_json(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(said, dict) or not all(isinstance(file, str) for file in said.values()):
         raise CheckpointError(f"`{path}` has no `weight_map` from tensor names to files", hint="fetch it again")
     if not said:
@@ -143,7 +157,7 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _choose(folder: Path, present: set[str]) -> list[str]:
+def _usual_names(folder: Path, present: set[str]) -> list[str]:
     for stem in ("model", "output"):
         if f"{stem}.safetensors" in present:
             return [f"{stem}.safetensors"]
@@ -152,7 +166,7 @@ def _choose(folder: Path, present: set[str]) -> list[str]:
         if numbered:
             _check_complete(folder, stem, numbered)
             return sorted(numbered)
-    return sorted(present)
+    return []
 
 
 def _check_complete(folder: Path, stem: str, numbered: dict[str, re.Match[str]]) -> None:
@@ -172,20 +186,6 @@ def _check_complete(folder: Path, stem: str, numbered: dict[str, re.Match[str]])
             f"`{folder}` has {len(have)} of {count} shards: `{missing}` is missing",
             hint="fetch the missing shards, or the whole model, again",
         )
-
-
-def _require(files: list[Path], how: str) -> None:
-    missing = [file for file in files if not file.exists()]
-    if not missing:
-        return
-    links = dangling(missing[0].parent.iterdir())
-    if links:
-        raise CheckpointError(
-            f"dangling links in the model folder: {', '.join(links)}",
-            hint="the files they point to are gone: download the model again",
-        )
-    names = ", ".join(f"`{file}`" for file in missing)
-    raise CheckpointError(f"missing: {names}, {how}", hint="fetch the missing files, or the whole model, again")
 
 
 def _no_weights(folder: Path) -> CheckpointError:

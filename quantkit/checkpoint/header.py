@@ -10,6 +10,7 @@ a number of the file that was not compared with the file's own size first.
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ import torch
 
 from quantkit.errors import CheckpointError
 
-# A header of this size names about 250 000 tensors; larger ones are refused before they are read.
-MAX_HEADER_BYTES = 32 * 2**20
+# A header of this size names about 125 000 tensors; larger ones are refused before they are read.
+MAX_HEADER_BYTES = 16 * 2**20
 MAX_DIMENSIONS = 64
 
 # Every dtype of the format, in bits; those of TORCH_DTYPES can also be read.
@@ -141,10 +142,18 @@ def read_into(descriptor: int, target: memoryview, start: int) -> int:
     return done
 
 
-def read_at(descriptor: int, size_bytes: int, start: int) -> bytes:
+def read_at(descriptor: int, size_bytes: int, start: int) -> bytearray:
     """The bytes of a file from `start` on: `size_bytes` of them, fewer only at its end."""
     data = bytearray(size_bytes)
-    return bytes(data[: read_into(descriptor, memoryview(data), start)])
+    del data[read_into(descriptor, memoryview(data), start) :]
+    return data
+
+
+def read_chunks(path: Path) -> Iterator[bytearray]:
+    """The bytes of a file in pieces of a megabyte. Raises CheckpointError as `open_regular` does."""
+    with open_regular(path) as (descriptor, status):
+        for start in range(0, status.st_size, 2**20):
+            yield read_at(descriptor, 2**20, start)
 
 
 def file_stamp(status: os.stat_result) -> tuple[int, ...]:
@@ -160,8 +169,8 @@ def _system_hint(error: OSError) -> str:
     return "copy the model to another disk and try again"
 
 
-def _read_json_bytes(descriptor: int, path: Path, file_bytes: int) -> bytes:
-    opening = read_at(descriptor, 64, 0)
+def _read_json_bytes(descriptor: int, path: Path, file_bytes: int) -> bytearray:
+    opening = bytes(read_at(descriptor, 64, 0))
     for prefix, what, hint in IMPOSTORS:
         if opening.startswith(prefix):
             raise CheckpointError(f"`{path}` {what}", hint=hint)
@@ -185,24 +194,36 @@ def _read_json_bytes(descriptor: int, path: Path, file_bytes: int) -> bytes:
     return raw
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` for JSON that must not say a thing twice. Raises ValueError naming what it says twice."""
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise ValueError(f"{shown(key)} is there twice")
-        table[key] = value
-    return table
+def parse_json(raw: bytearray) -> dict[str, Any]:
+    """A JSON object that says nothing twice. Raises ValueError for anything else.
 
-
-def _parse(raw: bytes, path: Path) -> dict[str, Any]:
+    Python takes about 70 bytes for each list or object; text that is little but brackets would take many times its
+    own size, and no header or config is like that.
+    """
+    if raw.count(b"[") + raw.count(b"{") > len(raw) // 16 + 4096:
+        raise ValueError("it consists of brackets")
     try:
-        table = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` has a header that is not valid: {error}", hint=DAMAGED_HINT) from None
-    if not isinstance(table, dict):
-        raise CheckpointError(f"`{path}` has a header that is no JSON object", hint=DAMAGED_HINT)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is no object")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"{shown(twice)} is there twice")
     return table
+
+
+def _parse(raw: bytearray, path: Path) -> dict[str, Any]:
+    try:
+        return parse_json(raw)
+    except ValueError as error:
+        raise CheckpointError(f"`{path}` has a header that is not valid JSON: {error}", hint=DAMAGED_HINT) from None
 
 
 def _checked_metadata(said: Any, path: Path) -> dict[str, str]:

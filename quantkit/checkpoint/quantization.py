@@ -29,7 +29,10 @@ def read_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | 
     if config.get("quantization_config") is not None:
         said = config["quantization_config"]
         if not isinstance(said, dict):
-            raise CheckpointError(f"`quantization_config` in `{folder / 'config.json'}` is no JSON object")
+            raise CheckpointError(
+                f"`quantization_config` in `{folder / 'config.json'}` is no object but `{said!r}`",
+                hint="correct it, or fetch config.json again",
+            )
         places[folder / "config.json"] = said
     for name in QUANTIZATION_FILES:
         if (folder / name).exists():

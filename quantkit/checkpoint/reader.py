@@ -67,19 +67,9 @@ def open_checkpoint(path: str | Path, *, offline: bool = False) -> "Checkpoint":
     if not folder.is_dir():
         raise _no_folder(folder)
     try:
-        config = folders.read_json(folder / "config.json")
-        weights = folders.find_weights(folder)
-        headers = [read_header(file) for file in weights.files]
-        homes = _homes(headers)
-        quantization = read_quantization(folder, config)
-        notes = weights.notes
-        if quantization is None and any(gptq.recognise([name.rpartition(".")[2]]) for name in homes):
-            notes += ("no quantization settings: bits, group size and zero points are told from the tensors",)
-        if weights.weight_map is not None:
-            notes += _check_index(folder / folders.INDEX, weights.weight_map, homes)
-        return Checkpoint(folder, config, quantization, homes, notes)
+        return _open_folder(folder)
     except OSError as error:
-        raise CheckpointError(f"`{folder}` cannot be read: {error}", hint="check the folder's permissions") from error
+        raise CheckpointError(f"`{folder}` cannot be read: {error.strerror}", hint=f"`ls -l {folder}`") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,10 +224,27 @@ class Checkpoint:
         return settings
 
     def _absent(self, name: str) -> CheckpointError:
-        near = difflib.get_close_matches(name, [*self._suffixes, *self.homes], n=1, cutoff=0.0)
-        return CheckpointError(
-            f"{shown(name)} is not in `{self.path}`", hint="".join(f"did you mean {shown(other)}?" for other in near)
-        )
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        alike = [other for other in (*self._suffixes, *self.homes) if last in other]
+        near = difflib.get_close_matches(name, alike[:1000], n=1)
+        hint = f"did you mean {shown(near[0])}?" if near else "fetch the model again: it is not complete"
+        return CheckpointError(f"{shown(name)} is not in `{self.path}`", hint=hint)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    weights = folders.find_weights(folder)
+    folders.require([folder / "config.json"], "which describes the model")
+    config = folders.read_json(folder / "config.json")
+    quantization = read_quantization(folder, config)
+    homes = _homes([read_header(file) for file in weights.files])
+    notes = [*weights.notes]
+    if weights.weight_map is not None:
+        notes += _check_index(folder / folders.INDEX, weights.weight_map, homes)
+    if quantization is None and any(gptq.recognise([name.rpartition(".")[2]]) for name in homes):
+        notes.append("no quantization settings: bits, group size and zero points are told from the tensors")
+    if links := folders.dangling(folder):
+        notes.append(f"left out, as the links lead to nothing: {', '.join(links)}")
+    return Checkpoint(folder, config, quantization, homes, tuple(notes))
 
 
 def _homes(headers: list[Header]) -> dict[str, Header]:
@@ -254,7 +261,7 @@ def _homes(headers: list[Header]) -> dict[str, Header]:
     return homes
 
 
-def _check_index(index: Path, weight_map: dict[str, Path], homes: dict[str, Header]) -> tuple[str, ...]:
+def _check_index(index: Path, weight_map: dict[str, Path], homes: dict[str, Header]) -> list[str]:
     """Each tensor is in the shard that the index names. What the index does not name is a note: it is read anyway."""
     for name, file in weight_map.items():
         if name not in homes or homes[name].path != file:
@@ -264,7 +271,7 @@ def _check_index(index: Path, weight_map: dict[str, Path], homes: dict[str, Head
                 hint="fetch the shard and the index again",
             )
     extra = Counter(header.path for name, header in homes.items() if name not in weight_map)
-    return tuple(f"`{index.name}` does not name {count} tensors of `{file.name}`" for file, count in extra.items())
+    return [f"`{index.name}` does not name {count} tensors of `{file.name}`" for file, count in extra.items()]
 
 
 def _no_folder(path: Path) -> CheckpointError:

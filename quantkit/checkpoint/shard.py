@@ -7,11 +7,13 @@ of eight bytes go to the end, widest elements first: then every tensor is aligne
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.durable import write_at
 from quantkit.checkpoint.header import TORCH_DTYPES, read_at, shown
 from quantkit.errors import CheckpointError
 
@@ -19,6 +21,7 @@ from quantkit.errors import CheckpointError
 HEADER_ROOM = 2**20
 # Files with less data are closed up: the room would be a visible part of them.
 COMPACT_BYTES = 32 * 2**20
+CHUNK_BYTES = 2**20
 # Offsets, dtype, punctuation and the names of the fields, for one tensor.
 ENTRY_BYTES = 120
 
@@ -61,9 +64,7 @@ class ShardWriter:
         header = json.dumps(self._table, ensure_ascii=False, separators=(",", ":")).encode()
         if self._data_bytes < COMPACT_BYTES:
             room = -(-len(header) // 8) * 8
-            data = read_at(self._file, self._data_bytes, 8 + HEADER_ROOM)
-            write_at(self._file, memoryview(data), 8 + room)
-            os.ftruncate(self._file, 8 + room + self._data_bytes)
+            self._close_up(room)
         else:
             room = HEADER_ROOM
         write_at(self._file, memoryview(room.to_bytes(8, "little") + header.ljust(room)), 0)
@@ -72,7 +73,15 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Lets go of the file, whatever is in it."""
-        os.close(self._file)
+        with suppress(OSError):
+            os.close(self._file)
+
+    def _close_up(self, room: int) -> None:
+        """Moves the data to where it begins when the header has just this room."""
+        for start in range(0, self._data_bytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, self._data_bytes - start)
+            write_at(self._file, memoryview(read_at(self._file, size, 8 + HEADER_ROOM + start)), 8 + room + start)
+        os.ftruncate(self._file, 8 + room + self._data_bytes)
 
     def _write(self, name: str, tensor: Tensor) -> None:
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -84,13 +93,6 @@ class ShardWriter:
             "data_offsets": [start, stop],
         }
         self._data_bytes = stop
-
-
-def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of `data`, from byte `offset` of the file on."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
 
 
 def _size_bytes(tensor: Tensor) -> int:
