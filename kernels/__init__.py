@@ -51,4 +51,12 @@ def _reference(reason: str) -> Backend:
     return ReferenceBackend(reason)
 
 
-_cpu = _reference
+
+def _cpu(reason: str) -> Backend:
+    """The Numba kernels; where they cannot run, the reference, which says so."""
+    try:
+        from quantkit.kernels.cpu import CpuBackend, unusable
+    except ImportError as error:
+        return _reference(f"the CPU kernels cannot be imported: {error}")
+    missing = unusable()
+    return _reference(missing) if missing else CpuBackend(reason)

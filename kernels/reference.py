@@ -34,13 +34,9 @@ class ReferenceBackend:
         self.reason = reason
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:
-        unit_codes, unit_words = pack_unit(bits)
-        rows, out = codes.shape
-        if rows % unit_codes:
-            raise FormatError(f"{rows} rows at {bits} bits fill no whole words: expected a multiple of {unit_codes}")
-        if codes.numel() and int(codes.max()) >= 1 << bits:
-            raise FormatError(f"code {int(codes.max())} does not fit {bits} bits")
-        units = codes.to(torch.int64).view(-1, unit_codes, out)
+        unit_codes, unit_words = check_codes(codes, bits)
+        out = codes.shape[1]
+        units = codes.to(torch.int64).reshape(-1, unit_codes, out)
         words = torch.zeros(units.shape[0], unit_words, out, dtype=torch.int64, device=codes.device)
         for k in range(unit_codes):
             word, shift = divmod(k * bits, 32)
@@ -50,11 +46,9 @@ class ReferenceBackend:
         return (words - (words >> 31 << 32)).to(torch.int32).view(-1, out)
 
     def unpack(self, words: Tensor, bits: int) -> Tensor:
-        unit_codes, unit_words = pack_unit(bits)
-        rows, out = words.shape
-        if rows % unit_words:
-            raise FormatError(f"{rows} words at {bits} bits end inside a code: expected a multiple of {unit_words}")
-        units = words.to(torch.int64).view(-1, unit_words, out) & 0xFFFFFFFF
+        unit_codes, unit_words = check_words(words, bits)
+        out = words.shape[1]
+        units = words.to(torch.int64).reshape(-1, unit_words, out) & 0xFFFFFFFF
         codes = torch.empty(units.shape[0], unit_codes, out, dtype=torch.uint8, device=words.device)
         for k in range(unit_codes):
             word, shift = divmod(k * bits, 32)
@@ -127,6 +121,26 @@ def pack_unit(bits: int) -> tuple[int, int]:
     if bits not in WIDTHS:
         raise FormatError(f"{bits}-bit codes cannot be packed: expected one of {', '.join(map(str, WIDTHS))} bits")
     return 32 // gcd(bits, 32), bits // gcd(bits, 32)
+
+
+def check_codes(codes: Tensor, bits: int) -> tuple[int, int]:
+    """The pack unit, for codes [in, out] that fill whole words at this width. Raises FormatError for others."""
+    unit_codes, unit_words = pack_unit(bits)
+    rows = codes.shape[0]
+    if rows % unit_codes:
+        raise FormatError(f"{rows} rows at {bits} bits fill no whole words: expected a multiple of {unit_codes}")
+    if codes.numel() and int(codes.max()) >= 1 << bits:
+        raise FormatError(f"code {int(codes.max())} does not fit {bits} bits")
+    return unit_codes, unit_words
+
+
+def check_words(words: Tensor, bits: int) -> tuple[int, int]:
+    """The pack unit, for words [rows, out] that hold whole codes at this width. Raises FormatError for others."""
+    unit_codes, unit_words = pack_unit(bits)
+    rows = words.shape[0]
+    if rows % unit_words:
+        raise FormatError(f"{rows} words at {bits} bits end inside a code: expected a multiple of {unit_words}")
+    return unit_codes, unit_words
 
 
 def exl2_scales(scale_codes: Tensor, scale_max: Tensor) -> Tensor:

@@ -1,0 +1,252 @@
+"""The CPU backend: the reference, with Numba kernels for what profiling justifies. Needs no compiler to be installed.
+
+A weight is repacked once into bit planes (`planes.py`). A few rows are multiplied straight from them; for many, panels
+of columns are dequantized and handed to torch's matmul, so that no whole weight is ever expanded.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.kernels import columns, multiply
+from quantkit.kernels.jit import spread
+from quantkit.kernels.planes import PLANES, Planes, Section, empty_plane
+from quantkit.kernels.protocol import Exl2Weight, GptqWeight, Repacked
+from quantkit.kernels.reference import AsStored, ReferenceBackend, check_codes, check_words, exl2_scales, pack_unit
+
+# Up to this many rows are multiplied straight from the planes, four at a time. Measured on 4096 x 4096.
+FEW_ROWS = 24
+BLOCK_ROWS = 4
+# Columns of one dequantized panel.
+PANEL_COLUMNS = 512
+
+
+def unusable() -> str | None:
+    """Why this processor cannot run the kernels, in words; None when it can."""
+    if llvm.get_process_triple().startswith(("x86_64", "i686")) and not llvm.get_host_cpu_features().get("f16c"):
+        return "this processor has no float16 instructions (F16C)"
+    return None
+
+
+class CpuBackend(ReferenceBackend):
+    """Numba kernels on bit planes."""
+
+    name = "cpu"
+
+    def pack(self, codes: Tensor, bits: int) -> Tensor:
+        unit_codes, unit_words = check_codes(codes, bits)
+        rows, out = codes.shape
+        words = torch.empty(rows * bits // 32, out, dtype=torch.int32)
+        spread(columns.pack, out, 64, rows * out, array(codes), bits, unit_codes, unit_words, unsigned(words))
+        return words
+
+    def unpack(self, words: Tensor, bits: int) -> Tensor:
+        unit_codes, unit_words = check_words(words, bits)
+        out = words.shape[1]
+        codes = torch.empty(words.shape[0] * 32 // bits, out, dtype=torch.uint8)
+        spread(columns.unpack, out, 64, codes.numel(), unsigned(words), bits, unit_codes, unit_words, array(codes))
+        return codes
+
+    def gptq_dequantize(self, weight: GptqWeight) -> Tensor:
+        check_words(weight.words, weight.bits)
+        rows = torch.arange(weight.group.numel())
+        result = torch.empty(len(rows), weight.words.shape[1], dtype=torch.float16)
+        _dequantize(weight.words, weight.bits, weight.scales, weight.zeros, weight.group, rows, result)
+        return result
+
+    def gptq_repack(self, weight: GptqWeight) -> Repacked:
+        order = weight.group.argsort(stable=True)
+        counts = torch.bincount(weight.group, minlength=weight.scales.shape[0])
+        if bool((counts % 32).any()) or weight.words.shape[1] % 32:
+            return AsStored(weight)  # groups that end inside a unit: rare, and right without being fast
+        codes = self.unpack(weight.words, weight.bits)
+        in_order = torch.equal(order, torch.arange(len(order)))
+        if not in_order:
+            codes = codes[order]
+        section = _section(codes, weight.bits, weight.scales, weight.zeros, counts.tolist(), 0)
+        return Planes((section,), None if in_order else order, replace(weight, words=_no_words(weight.words)))
+
+    def gptq_restore(self, repacked: Repacked) -> GptqWeight:
+        if not isinstance(repacked, Planes):
+            return super().gptq_restore(repacked)
+        assert isinstance(repacked.rest, GptqWeight)
+        codes = _codes(repacked.sections[0])
+        if repacked.order is not None:
+            codes[repacked.order] = codes.clone()
+        return replace(repacked.rest, words=self.pack(codes, repacked.rest.bits))
+
+    def gptq_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
+        return _matmul(x, repacked) if isinstance(repacked, Planes) else super().gptq_matmul(x, repacked)
+
+    def exl2_dequantize(self, weight: Exl2Weight) -> Tensor:
+        result = torch.empty(weight.order.numel(), weight.words.shape[1], dtype=torch.float16)
+        scales = exl2_scales(weight.scale_codes, weight.scale_max)
+        row = 0
+        for bits, groups, words in _sections(weight):
+            rows = torch.tensor([weight.groups[g][1] for g in groups])
+            group = torch.repeat_interleave(torch.arange(groups.start, groups.stop), rows)
+            zeros = torch.full_like(scales, 1 << bits - 1, dtype=torch.uint8)
+            order = weight.order[row : row + len(group)]
+            _dequantize(words, bits, scales, zeros, group, order, result)
+            row += len(group)
+        return result
+
+    def exl2_repack(self, weight: Exl2Weight) -> Repacked:
+        if any(rows % 32 for _, rows in weight.groups):
+            return AsStored(weight)
+        scales = exl2_scales(weight.scale_codes, weight.scale_max)
+        sections: list[Section] = []
+        unit = 0
+        for bits, groups, words in _sections(weight):
+            rows = [weight.groups[g][1] for g in groups]
+            own = scales[groups.start : groups.stop]
+            zeros = torch.full_like(own, 1 << bits - 1, dtype=torch.uint8)
+            sections.append(_section(self.unpack(words, bits), bits, own, zeros, rows, unit))
+            unit += sum(rows) // 32
+        in_order = torch.equal(weight.order, torch.arange(weight.order.numel()))
+        rest = replace(weight, words=_no_words(weight.words))
+        return Planes(tuple(sections), None if in_order else weight.order, rest)
+
+    def exl2_restore(self, repacked: Repacked) -> Exl2Weight:
+        if not isinstance(repacked, Planes):
+            return super().exl2_restore(repacked)
+        assert isinstance(repacked.rest, Exl2Weight)
+        words = [self.pack(_codes(section), section.bits) for section in repacked.sections]
+        return replace(repacked.rest, words=torch.cat(words))
+
+    def exl2_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
+        return _matmul(x, repacked) if isinstance(repacked, Planes) else super().exl2_matmul(x, repacked)
+
+    def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
+        errors = torch.empty_like(scales)
+        out = rows.shape[1]
+        work = rows.numel() * len(scales)
+        arguments = (array(rows), array(importance), array(scales), array(zeros), top, array(errors))
+        spread(columns.grid_error, out, columns.PANEL, work, *arguments)
+        return errors
+
+    def solve_rows(
+        self, weight: Tensor, target: Tensor, factor: Tensor, group: Tensor, scales: Tensor, zeros: Tensor, top: int
+    ) -> tuple[Tensor, Tensor]:
+        codes, errors = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(weight.shape)
+        inputs = (array(weight), array(target), array(factor), array(group), array(scales), array(zeros))
+        work = weight.numel() * weight.shape[0]
+        spread(columns.solve_rows, weight.shape[1], columns.PANEL, work, *inputs, top, array(codes), array(errors))
+        return codes, errors
+
+
+def _matmul(x: Tensor, planes: Planes) -> Tensor:
+    if planes.order is not None:
+        x = x[:, planes.order]
+    inputs = x.to(torch.float32).contiguous()
+    multiply_rows = _multiply_few if len(inputs) <= FEW_ROWS else _multiply_many
+    return multiply_rows(inputs, planes).to(x.dtype)
+
+
+def _multiply_few(x: Tensor, planes: Planes) -> Tensor:
+    """float32 x [m, in] → float32 [m, out], straight from the planes, in blocks of rows."""
+    m, out = len(x), planes.out_features
+    block = 1 if m == 1 else BLOCK_ROWS
+    if m % block:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -m % block))
+    y = torch.zeros(len(x), out)
+    for start in range(0, len(x), block):
+        inputs, outputs = array(x[start : start + block]), array(y[start : start + block])
+        for section in planes.sections:
+            arguments = (inputs, *_arrays(section), outputs)
+            work = section.low.shape[1] * 32 * out
+            spread(multiply.dot(section.bits, block), out // 4, 8, work, *arguments)
+    return y[:m]
+
+
+def _multiply_many(x: Tensor, planes: Planes) -> Tensor:
+    """float32 x [m, in] → float32 [m, out], one dequantized panel of columns at a time."""
+    out = planes.out_features
+    y = torch.empty(len(x), out)
+    panel = torch.empty(min(out, PANEL_COLUMNS), x.shape[1])
+    for start in range(0, out, PANEL_COLUMNS):
+        part = panel[: min(PANEL_COLUMNS, out - start)]
+        for section in planes.sections:
+            arguments = (*_arrays(section), start // 4, array(part))
+            work = section.low.shape[1] * 32 * len(part)
+            spread(multiply.panel(section.bits), len(part) // 4, 8, work, *arguments)
+        torch.mm(x, part.t(), out=y[:, start : start + len(part)])
+    return y
+
+
+def _arrays(section: Section) -> tuple[Any, ...]:
+    low, high, starts = array(section.low), array(section.high), array(section.starts)
+    return low, high, _scale_bits(section.scales), array(section.zeros), starts, section.offset
+
+
+def _section(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, rows: list[int], offset: int) -> Section:
+    """Codes uint8 [in, out] of one width, groups in sequence, as planes."""
+    starts = torch.tensor([0, *rows]).cumsum(0) // 32
+    planes = []
+    below = 0
+    for width in PLANES[bits]:
+        plane = empty_plane(width, *codes.shape)
+        if width:
+            arguments = (array(codes), 16 // width, width, below, unsigned(plane))
+            spread(columns.split, len(plane), 1, codes.numel(), *arguments)
+        planes.append(plane)
+        below += width
+    low, high = planes
+    kept = scales if scales.dtype == torch.float16 else scales.to(torch.float32)
+    return Section(bits, low, high, kept.contiguous(), zeros.contiguous(), starts, offset)
+
+
+def _codes(section: Section) -> Tensor:
+    """The inverse of `_section`: uint8 [in, out]."""
+    codes = torch.zeros(section.low.shape[1] * 32, section.scales.shape[1], dtype=torch.uint8)
+    below = 0
+    for plane, width in zip((section.low, section.high), PLANES[section.bits], strict=True):
+        if width:
+            arguments = (unsigned(plane), 16 // width, width, below, array(codes))
+            spread(columns.join, len(plane), 1, codes.numel(), *arguments)
+        below += width
+    return codes
+
+
+def _sections(weight: Exl2Weight) -> list[tuple[int, range, Tensor]]:
+    """Neighbouring groups of one width, as (bits, group numbers, words)."""
+    sections = []
+    group = word = 0
+    while group < len(weight.groups):
+        bits, first, start = weight.groups[group][0], group, word
+        while group < len(weight.groups) and weight.groups[group][0] == bits:
+            word += weight.groups[group][1] * bits // 32
+            group += 1
+        sections.append((bits, range(first, group), weight.words[start:word]))
+    return sections
+
+
+def _dequantize(
+    words: Tensor, bits: int, scales: Tensor, zeros: Tensor, group: Tensor, place: Tensor, result: Tensor
+) -> None:
+    """Fill the rows `place` of float16 `result` from rows of one width."""
+    kept = scales if scales.dtype == torch.float16 else scales.to(torch.float32)
+    arguments = (unsigned(words), bits, *pack_unit(bits), _scale_bits(kept), array(zeros), array(group), array(place))
+    target = result.view(torch.int16).numpy().view(np.uint16)
+    spread(columns.dequantize, words.shape[1], 64, len(group) * words.shape[1], *arguments, target)
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().numpy()
+
+
+def unsigned(words: Tensor) -> np.ndarray:
+    return array(words).view(np.uint32)
+
+
+def _scale_bits(scales: Tensor) -> np.ndarray:
+    """float16 as its bits, which Numba can hold; float32 as it is."""
+    return array(scales.view(torch.int16)).view(np.uint16) if scales.dtype == torch.float16 else array(scales)
+
+
+def _no_words(words: Tensor) -> Tensor:
+    return words.new_empty(0, words.shape[1])

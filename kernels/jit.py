@@ -1,0 +1,50 @@
+"""How CPU kernels are compiled and spread over threads."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numba
+import torch
+
+# Waking another thread costs some 40 µs; below this many weights (about 100 µs of work) one thread is faster.
+LEAST_WORK = 2_000_000
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile at first use, without the interpreter lock, and keep the result on disk where a folder can be written.
+
+    Numba looks for NUMBA_CACHE_DIR, the folder of the source, then the user's cache folder. Its cache follows the
+    source file of the kernel alone: keep the intrinsics that a kernel uses in the same file.
+    """
+    options = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder can be written
+        return numba.njit(**options)(function)
+
+
+def spread(kernel: Callable[..., Any], count: int, multiple: int, work: int, *arguments: Any) -> None:
+    """Call `kernel(first, last, *arguments)` on parts of `range(count)` cut at multiples of `multiple`, one per thread.
+
+    Uses at most `torch.get_num_threads()` threads, and one when `work` (weights touched) is small.
+    """
+    steps = -(-count // multiple)
+    parts = min(torch.get_num_threads(), steps, max(1, 2 * work // LEAST_WORK))
+    if parts == 1:
+        kernel(0, count, *arguments)
+        return
+    cuts = [min(count, steps * part // parts * multiple) for part in range(parts + 1)]
+    pool = _pool(os.getpid(), parts - 1)
+    others = [pool.submit(kernel, cuts[part], cuts[part + 1], *arguments) for part in range(1, parts)]
+    kernel(0, cuts[1], *arguments)
+    for other in others:
+        other.result()
+
+
+@cache
+def _pool(process: int, workers: int) -> ThreadPoolExecutor:
+    """Keyed by process, as threads do not survive a fork."""
+    return ThreadPoolExecutor(workers, thread_name_prefix="quantkit-kernel")
