@@ -5,7 +5,6 @@ of columns are dequantized and handed to torch's matmul, so that no whole weight
 """
 
 from dataclasses import replace
-from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -14,15 +13,18 @@ from torch import Tensor
 
 from quantkit.kernels import columns, multiply
 from quantkit.kernels.jit import spread
+from quantkit.kernels.multiply import STRIP
 from quantkit.kernels.planes import PLANES, Planes, Section, empty_plane
 from quantkit.kernels.protocol import Exl2Weight, GptqWeight, Repacked
 from quantkit.kernels.reference import AsStored, ReferenceBackend, check_codes, check_words, exl2_scales, pack_unit
 
 # Up to this many rows are multiplied straight from the planes, four at a time. Measured on 4096 x 4096.
-FEW_ROWS = 24
+FEW_ROWS = 32
 BLOCK_ROWS = 4
-# Columns of one dequantized panel.
+# Columns of one dequantized panel: its float32 weights stay in the outer cache.
 PANEL_COLUMNS = 512
+# Strips that share words in a 1-bit plane are kept on one thread.
+STRIPS_TOGETHER = 4
 
 
 def unusable() -> str | None:
@@ -142,72 +144,68 @@ class CpuBackend(ReferenceBackend):
 def _matmul(x: Tensor, planes: Planes) -> Tensor:
     if planes.order is not None:
         x = x[:, planes.order]
-    inputs = x.to(torch.float32).contiguous()
-    multiply_rows = _multiply_few if len(inputs) <= FEW_ROWS else _multiply_many
-    return multiply_rows(inputs, planes).to(x.dtype)
+    if x.shape[0] > FEW_ROWS:
+        return _multiply_many(x, planes)
+    return _multiply_few(x.to(torch.float32).contiguous(), planes).to(x.dtype)
 
 
 def _multiply_few(x: Tensor, planes: Planes) -> Tensor:
     """float32 x [m, in] → float32 [m, out], straight from the planes, in blocks of rows."""
-    m, out = len(x), planes.out_features
+    m, out = x.shape[0], planes.out_features
     block = 1 if m == 1 else BLOCK_ROWS
     if m % block:
         x = torch.nn.functional.pad(x, (0, 0, 0, -m % block))
-    y = torch.zeros(len(x), out)
-    for start in range(0, len(x), block):
-        inputs, outputs = array(x[start : start + block]), array(y[start : start + block])
+    y = torch.zeros(x.shape[0], out)
+    inputs, outputs = x.numpy(), y.numpy()
+    for start in range(0, m, block):
+        rows = slice(start, start + block)
         for section in planes.sections:
-            arguments = (inputs, *_arrays(section), outputs)
-            work = section.low.shape[1] * 32 * out
-            spread(multiply.dot(section.bits, block), out // 4, 8, work, *arguments)
+            kernel, work = multiply.dot(section.bits, block), section.rows * out
+            spread(kernel, out // STRIP, STRIPS_TOGETHER, work, inputs[rows], *section.arguments, outputs[rows])
     return y[:m]
 
 
 def _multiply_many(x: Tensor, planes: Planes) -> Tensor:
-    """float32 x [m, in] → float32 [m, out], one dequantized panel of columns at a time."""
+    """x [m, in] → [m, out], one dequantized panel of columns at a time.
+
+    bfloat16 is multiplied as bfloat16, which processors with such instructions do more than twice as fast; everything
+    else as float32.
+    """
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     out = planes.out_features
-    y = torch.empty(len(x), out)
+    inputs, y = x.to(dtype), torch.empty(x.shape[0], out, dtype=dtype)
     panel = torch.empty(min(out, PANEL_COLUMNS), x.shape[1])
     for start in range(0, out, PANEL_COLUMNS):
         part = panel[: min(PANEL_COLUMNS, out - start)]
         for section in planes.sections:
-            arguments = (*_arrays(section), start // 4, array(part))
-            work = section.low.shape[1] * 32 * len(part)
-            spread(multiply.panel(section.bits), len(part) // 4, 8, work, *arguments)
-        torch.mm(x, part.t(), out=y[:, start : start + len(part)])
-    return y
-
-
-def _arrays(section: Section) -> tuple[Any, ...]:
-    low, high, starts = array(section.low), array(section.high), array(section.starts)
-    return low, high, _scale_bits(section.scales), array(section.zeros), starts, section.offset
+            kernel, work = multiply.panel(section.bits), section.rows * part.shape[0]
+            arguments = (*section.arguments, start // STRIP, part.numpy())
+            spread(kernel, part.shape[0] // STRIP, STRIPS_TOGETHER, work, *arguments)
+        torch.mm(inputs, part.t().to(dtype), out=y[:, start : start + part.shape[0]])
+    return y.to(x.dtype)
 
 
 def _section(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, rows: list[int], offset: int) -> Section:
     """Codes uint8 [in, out] of one width, groups in sequence, as planes."""
-    starts = torch.tensor([0, *rows]).cumsum(0) // 32
+    starts = np.cumsum([0, *rows]) // 32
     planes = []
     below = 0
     for width in PLANES[bits]:
         plane = empty_plane(width, *codes.shape)
         if width:
-            arguments = (array(codes), 16 // width, width, below, unsigned(plane))
-            spread(columns.split, len(plane), 1, codes.numel(), *arguments)
+            spread(columns.split, len(plane), 1, codes.numel(), array(codes), 16 // width, width, below, plane)
         planes.append(plane)
         below += width
-    low, high = planes
-    kept = scales if scales.dtype == torch.float16 else scales.to(torch.float32)
-    return Section(bits, low, high, kept.contiguous(), zeros.contiguous(), starts, offset)
+    return Section(bits, *planes, float_array(scales), array(zeros), starts, offset)
 
 
 def _codes(section: Section) -> Tensor:
     """The inverse of `_section`: uint8 [in, out]."""
-    codes = torch.zeros(section.low.shape[1] * 32, section.scales.shape[1], dtype=torch.uint8)
+    codes = torch.zeros(section.rows, section.out_features, dtype=torch.uint8)
     below = 0
     for plane, width in zip((section.low, section.high), PLANES[section.bits], strict=True):
         if width:
-            arguments = (unsigned(plane), 16 // width, width, below, array(codes))
-            spread(columns.join, len(plane), 1, codes.numel(), *arguments)
+            spread(columns.join, len(plane), 1, codes.numel(), plane, 16 // width, width, below, array(codes))
         below += width
     return codes
 
@@ -229,10 +227,9 @@ def _dequantize(
     words: Tensor, bits: int, scales: Tensor, zeros: Tensor, group: Tensor, place: Tensor, result: Tensor
 ) -> None:
     """Fill the rows `place` of float16 `result` from rows of one width."""
-    kept = scales if scales.dtype == torch.float16 else scales.to(torch.float32)
-    arguments = (unsigned(words), bits, *pack_unit(bits), _scale_bits(kept), array(zeros), array(group), array(place))
-    target = result.view(torch.int16).numpy().view(np.uint16)
-    spread(columns.dequantize, words.shape[1], 64, len(group) * words.shape[1], *arguments, target)
+    out = words.shape[1]
+    inputs = (unsigned(words), bits, *pack_unit(bits), float_array(scales), array(zeros), array(group), array(place))
+    spread(columns.dequantize, out, 64, group.numel() * out, *inputs, float_array(result))
 
 
 def array(tensor: Tensor) -> np.ndarray:
@@ -240,12 +237,15 @@ def array(tensor: Tensor) -> np.ndarray:
 
 
 def unsigned(words: Tensor) -> np.ndarray:
+    """int32 words as the bit containers they are."""
     return array(words).view(np.uint32)
 
 
-def _scale_bits(scales: Tensor) -> np.ndarray:
-    """float16 as its bits, which Numba can hold; float32 as it is."""
-    return array(scales.view(torch.int16)).view(np.uint16) if scales.dtype == torch.float16 else array(scales)
+def float_array(numbers: Tensor) -> np.ndarray:
+    """float16 as its bits (uint16), since Numba has no float16 on a CPU; anything else as float32."""
+    if numbers.dtype == torch.float16:
+        return array(numbers.view(torch.int16)).view(np.uint16)
+    return array(numbers.to(torch.float32))
 
 
 def _no_words(words: Tensor) -> Tensor:

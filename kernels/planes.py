@@ -3,7 +3,7 @@
 A code of b bits is split into planes whose widths divide 32 (3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2), so that no code
 straddles a word and every width is read by the same few instructions. A plane of width p is
 
-    int32 [out/C, in/32, 16]    C = 16/p columns to a word
+    uint32 [out/C, in/32, 16]    C = 16/p columns to a word
 
 and word [run, unit, lane] holds, at bits p·(2c + h) … p·(2c + h) + p - 1, the bits of row `32·unit + 16·h + lane` and
 column `C·run + c`, for h = 0, 1. So 16 neighbouring words are 16 neighbouring rows of the same columns, the rows of a
@@ -13,11 +13,12 @@ Rows stand in the order of their groups: where a file's groups are scattered, `o
 row holds, and the kernels' input is gathered instead of the weight.
 """
 
+import math
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quantkit.kernels.protocol import Exl2Weight, GptqWeight
@@ -29,22 +30,35 @@ HUGE_PAGE = 1 << 21
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:
-    """Consecutive rows of one width.
+    """Consecutive rows of one width, as arrays that Numba takes.
 
-    low, high  int32 planes; `high` is empty where the width needs one plane
-    scales     float16 or float32 [groups, out]
+    low, high  uint32 planes; `high` is empty where the width needs one plane
+    scales     float32, or float16 as uint16, [groups, out]
     zeros      uint8 [groups, out]
-    starts     int64 [groups + 1]: first unit of each group within the section, and the end
+    starts     int64 [groups + 1]: first unit (32 rows) of each group within the section, and the end
     offset     first unit of the section within the weight
     """
 
     bits: int
-    low: Tensor
-    high: Tensor
-    scales: Tensor
-    zeros: Tensor
-    starts: Tensor
+    low: np.ndarray
+    high: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+    starts: np.ndarray
     offset: int
+
+    @property
+    def rows(self) -> int:
+        return self.low.shape[1] * 32
+
+    @property
+    def out_features(self) -> int:
+        return self.scales.shape[1]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the kernels of `multiply.py` take of it, in their order."""
+        return self.low, self.high, self.scales, self.zeros, self.starts, self.offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,29 +71,29 @@ class Planes:
 
     @property
     def out_features(self) -> int:
-        return self.sections[0].scales.shape[1]
+        return self.sections[0].out_features
 
     @property
     def size_bytes(self) -> int:
         return sum(s.low.nbytes + s.high.nbytes + s.scales.nbytes + s.zeros.nbytes for s in self.sections)
 
 
-def empty_plane(width: int, rows: int, out_features: int) -> Tensor:
-    """An uninitialised plane; of no width, an empty one."""
+def empty_plane(width: int, rows: int, out_features: int) -> np.ndarray:
+    """An uninitialised plane, uint32; of no width, an empty one."""
     if width == 0:
-        return torch.empty(1, 1, 0, dtype=torch.int32)
-    return _in_huge_pages(out_features * width // 16, rows // 32, 16)
+        return np.empty((1, 1, 0), np.uint32)
+    return _in_huge_pages((out_features * width // 16, rows // 32, 16))
 
 
-def _in_huge_pages(*shape: int) -> Tensor:
-    """An int32 tensor in pages of 2 MiB where the system has them: one thread reads it some 40 % faster.
+def _in_huge_pages(shape: tuple[int, ...]) -> np.ndarray:
+    """An uninitialised uint32 array in pages of 2 MiB where the system has them: one thread reads it some 40 % faster.
 
     The part of a page at the end stays in small pages, so that no memory is lost.
     """
-    count = int(np.prod(shape))
-    if count * 4 < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(*shape, dtype=torch.int32)
-    memory = mmap.mmap(-1, count * 4 + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -np.frombuffer(memory, dtype=np.uint8).ctypes.data % HUGE_PAGE
-    memory.madvise(mmap.MADV_HUGEPAGE, start, count * 4 // HUGE_PAGE * HUGE_PAGE)
-    return torch.frombuffer(memory, dtype=torch.int32, count=count, offset=start).view(*shape)
+    size_bytes = 4 * math.prod(shape)
+    if size_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.empty(shape, np.uint32)
+    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE
+    memory.madvise(mmap.MADV_HUGEPAGE, start, size_bytes // HUGE_PAGE * HUGE_PAGE)
+    return np.ndarray(shape, np.uint32, memory, start)

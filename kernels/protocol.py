@@ -86,7 +86,10 @@ class Backend(Protocol):
         """The inverse of `gptq_repack`: the same words, scales, zeros and groups."""
 
     def gptq_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
-        """x [m, in] times the dequantized (float16) weight → [m, out] in the dtype of x, summed in float32."""
+        """x [m, in] times the dequantized (float16) weight → [m, out] in the dtype of x, summed in float32.
+
+        For bfloat16 x the weights may be rounded to bfloat16 as well.
+        """
 
     def exl2_dequantize(self, weight: Exl2Weight) -> Tensor:
         """float16 [in, out], rows in the order of the model's input features."""
@@ -98,7 +101,7 @@ class Backend(Protocol):
         """The inverse of `exl2_repack`: the same words, scale codes, maxima, groups and order."""
 
     def exl2_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
-        """x [m, in] times the dequantized (float16) weight → [m, out] in the dtype of x, summed in float32."""
+        """As `gptq_matmul`."""
 
     def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
         """What each candidate grid would cost: `Σ_r importance[r] · (rows[r, o] - nearest(rows[r, o]))²`.

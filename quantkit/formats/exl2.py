@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit import kernels
 from quantkit.errors import FormatError
 from quantkit.formats.codec import Codes, Grid, Group, Layout, StoredTensor
-from quantkit.kernels.protocol import WIDTHS, Exl2Weight, Repacked
+from quantkit.kernels.protocol import WIDTHS, Backend, Exl2Weight, Repacked
 from quantkit.kernels.reference import exl2_scales
 
 DTYPES = {
@@ -108,24 +108,23 @@ class Exl2Tensor(StoredTensor):
         self._kept = dict(kept)
         self._device = weight.words.device.type
         self._code_bits = weight.words.numel() * 32
-        self._form: Exl2Weight | Repacked = weight
+        self._weight: Exl2Weight | None = weight
+        self._reader: tuple[Backend, Repacked] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"q_weight": self._weight().words, **self._kept}
+        return {"q_weight": self._stored().words, **self._kept}
 
     def dequantize(self) -> Tensor:
-        return kernels.backend(self._device).exl2_dequantize(self._weight())[:, : self.out_features]
+        return kernels.backend(self._device).exl2_dequantize(self._stored())[:, : self.out_features]
 
     def matmul(self, x: Tensor) -> Tensor:
-        backend = kernels.backend(self._device)
-        if isinstance(self._form, Exl2Weight):
-            self._form = backend.exl2_repack(self._form)
-        y = backend.exl2_matmul(x, self._form)[:, : self.out_features]
+        backend, repacked = self._reader or self._repack()
+        y = backend.exl2_matmul(x, repacked)[:, : self.out_features]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def codes(self) -> Codes:
         """The integer codes and grids, rows in stored order, padding removed: what `encode` takes."""
-        weight, width = self._weight(), self.out_features
+        weight, width = self._stored(), self.out_features
         backend = kernels.backend(self._device)
         scales = exl2_scales(weight.scale_codes, weight.scale_max)
         scale_codes = backend.unpack(weight.scale_codes.t().contiguous(), 4).t()
@@ -144,10 +143,19 @@ class Exl2Tensor(StoredTensor):
     def stored_bits(self) -> int:
         return self._code_bits + sum(tensor.nbytes * 8 for tensor in self._kept.values())
 
-    def _weight(self) -> Exl2Weight:
-        if isinstance(self._form, Exl2Weight):
-            return self._form
-        return kernels.backend(self._device).exl2_restore(self._form)
+    def _repack(self) -> tuple[Backend, Repacked]:
+        backend = kernels.backend(self._device)
+        self._reader = backend, backend.exl2_repack(self._stored())
+        self._weight = None
+        return self._reader
+
+    def _stored(self) -> Exl2Weight:
+        weight = self._weight
+        if weight is None:
+            assert self._reader is not None
+            backend, repacked = self._reader
+            weight = backend.exl2_restore(repacked)
+        return weight
 
 
 def _layout(name: str, q_groups: Tensor, packed_rows: int) -> Layout:

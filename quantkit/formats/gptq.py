@@ -21,7 +21,7 @@ from quantkit.errors import FormatError
 from quantkit.formats import gptq_config, gptq_grid
 from quantkit.formats.codec import Codes, Grid, Layout, StoredTensor
 from quantkit.formats.gptq_config import GptqConfig, GptqSettings
-from quantkit.kernels.protocol import GptqWeight, Repacked
+from quantkit.kernels.protocol import Backend, GptqWeight, Repacked
 
 __all__ = ["GptqCodec", "GptqConfig", "GptqSettings", "GptqTensor", "decode", "recognise"]
 
@@ -89,19 +89,18 @@ class GptqTensor(StoredTensor):
         self.bias = kept.get("bias")
         self._kept = dict(kept)
         self._device = weight.words.device.type
-        self._form: GptqWeight | Repacked = weight
+        self._weight: GptqWeight | None = weight
+        self._reader: tuple[Backend, Repacked] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"qweight": self._weight().words, **self._kept}
+        return {"qweight": self._stored().words, **self._kept}
 
     def dequantize(self) -> Tensor:
-        return kernels.backend(self._device).gptq_dequantize(self._weight())
+        return kernels.backend(self._device).gptq_dequantize(self._stored())
 
     def matmul(self, x: Tensor) -> Tensor:
-        backend = kernels.backend(self._device)
-        if isinstance(self._form, GptqWeight):
-            self._form = backend.gptq_repack(self._form)
-        y = backend.gptq_matmul(x, self._form)
+        backend, repacked = self._reader or self._repack()
+        y = backend.gptq_matmul(x, repacked)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     @property
@@ -109,10 +108,19 @@ class GptqTensor(StoredTensor):
         codes = self.in_features * self.out_features * self.bits
         return codes + sum(tensor.nbytes * 8 for tensor in self._kept.values())
 
-    def _weight(self) -> GptqWeight:
-        if isinstance(self._form, GptqWeight):
-            return self._form
-        return kernels.backend(self._device).gptq_restore(self._form)
+    def _repack(self) -> tuple[Backend, Repacked]:
+        backend = kernels.backend(self._device)
+        self._reader = backend, backend.gptq_repack(self._stored())
+        self._weight = None
+        return self._reader
+
+    def _stored(self) -> GptqWeight:
+        weight = self._weight
+        if weight is None:
+            assert self._reader is not None
+            backend, repacked = self._reader
+            weight = backend.gptq_restore(repacked)
+        return weight
 
 
 @dataclass(frozen=True, slots=True)
