@@ -23,6 +23,7 @@ from quantkit.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 # Where quantizers put their settings, beside or instead of `quantization_config` in config.json.
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+NUMBERED = re.compile(r"(model|output)-([0-9]+)-of-([0-9]+)\.safetensors")
 MAX_CONFIG_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 32 * 2**20
 
@@ -54,7 +55,7 @@ def find_weights(folder: Path) -> Weights:
     nothing (naming all of them), or when an index cannot be used.
     """
     present = {path.name for path in folder.iterdir() if path.name.endswith(".safetensors")}
-    usual = _usual_names(folder, present)
+    usual = _usual_names(present)
     notes: tuple[str, ...] = ()
     if os.path.lexists(folder / INDEX):
         weight_map = _read_weight_map(folder)
@@ -67,6 +68,7 @@ def find_weights(folder: Path) -> Weights:
     files = [folder / name for name in usual or sorted(present)]
     if not files:
         raise _no_weights(folder)
+    _check_complete(folder, usual)
     require(files, "found in the folder")
     return Weights(tuple(files), None, notes)
 
@@ -157,28 +159,27 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _usual_names(folder: Path, present: set[str]) -> list[str]:
+def _usual_names(present: set[str]) -> list[str]:
+    """The files of rules 2 and 3."""
     for stem in ("model", "output"):
         if f"{stem}.safetensors" in present:
             return [f"{stem}.safetensors"]
-        pattern = re.compile(rf"{stem}-([0-9]+)-of-([0-9]+)\.safetensors")
-        numbered = {name: match for name in present if (match := pattern.fullmatch(name))}
-        if numbered:
-            _check_complete(folder, stem, numbered)
-            return sorted(numbered)
+        if numbered := sorted(name for name in present if (found := NUMBERED.fullmatch(name)) and found[1] == stem):
+            return numbered
     return []
 
 
-def _check_complete(folder: Path, stem: str, numbered: dict[str, re.Match[str]]) -> None:
+def _check_complete(folder: Path, names: list[str]) -> None:
     """Shards without an index: their own names say how many there must be."""
-    counts = {match[2] for match in numbered.values()}
-    if len(counts) > 1:
+    numbered = [match for name in names if (match := NUMBERED.fullmatch(name))]
+    if not numbered:
+        return
+    if len({match[3] for match in numbered}) > 1:
         raise CheckpointError(
-            f"`{folder}` holds shards of different sets: {', '.join(f'`{name}`' for name in sorted(numbered))}",
+            f"`{folder}` holds shards of different sets: {', '.join(f'`{name}`' for name in names)}",
             hint="remove those that do not belong to this model",
         )
-    count = int(counts.pop())
-    have = {int(match[1]) for match in numbered.values()}
+    stem, count, have = numbered[0][1], int(numbered[0][3]), {int(match[2]) for match in numbered}
     absent = next((number for number in range(1, count + 1) if number not in have), None)
     if absent is not None:
         missing = f"{stem}-{absent:05d}-of-{count:05d}.safetensors"
