@@ -34,7 +34,12 @@ FAMILIES: Mapping[str, Architecture] = {
     "Qwen3ForCausalLM": Architecture(windows=windows.upper_layers, bias_keys=ATTENTION_BIAS, head_norms=True),
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": replace(
-        GEMMA2, windows=windows.all_but_each_nth, head_norms=True, attention_cap=None, local_rope=True
+        GEMMA2,
+        windows=windows.all_but_each_nth,
+        head_norms=True,
+        attention_cap=None,
+        rope_theta=1_000_000.0,
+        local_rope=True,
     ),
     "Phi3ForCausalLM": Architecture(
         windows=windows.everywhere,

@@ -44,26 +44,34 @@ def check_contents(listing: Listing, config: ModelConfig, architecture: Architec
 
     Linears that are quantized, or split where the family fuses them, are held to their shapes when they are read.
     """
+    linears = {spec.name for spec in architecture.linears(config)} | {HEAD}
     used: set[str] = set()
     for name, shape in architecture.tensors(config).items():
         module = name.rpartition(".")[0]
         if module == HEAD and not any(other.startswith(f"{HEAD}.") for other in listing.names()):
             raise _no_head(listing.path)
-        used.update(listing.tensors_of(module))
-        if listing.has(name):
-            info = listing.info(name)
-            if tuple(info.shape) != shape:
-                raise wrong_shape(name, shape, tuple(info.shape), f" in `{info.file}`")
-        elif listing.has(f"{module}.weight"):
-            raise CheckpointError(
-                f"`{name}` is not in `{listing.path}`",
-                hint="correct the bias keys of config.json, or fetch the model again",
-            )
+        stored = listing.tensors_of(module)
+        if listing.has(f"{module}.weight"):
+            _check_plain(listing, name, shape)
+            suffixes = (".weight", ".bias") if module in linears else (".weight",)
+            stored = [found for found in stored if found.endswith(suffixes)]
+        used.update(stored)
     if config.tie_embeddings:
         used.update(_checked_copy_of_embedding(listing))
     left_over = [name for name in listing.names() if name not in used and not name.endswith(".rotary_emb.inv_freq")]
     if left_over:
         raise _left_over(listing.path, left_over)
+
+
+def _check_plain(listing: Listing, name: str, shape: tuple[int, ...]) -> None:
+    if not listing.has(name):
+        raise CheckpointError(
+            f"`{name}` is not in `{listing.path}`",
+            hint="correct the bias keys of config.json, or fetch the model again",
+        )
+    info = listing.info(name)
+    if tuple(info.shape) != shape:
+        raise wrong_shape(name, shape, tuple(info.shape), f" in `{info.file}`")
 
 
 def _checked_copy_of_embedding(listing: Listing) -> list[str]:

@@ -12,6 +12,7 @@
 so that nothing overflows in float16.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,7 @@ from quantkit.models.linear import Linear
 from quantkit.models.norm import Norm
 from quantkit.models.rope import Rotary
 from quantkit.models.source import Device, Source, read_linear, read_tensor
+from quantkit.models.streamed import StreamedBlocks
 
 __all__ = ["Block", "Embedding", "Head", "Model", "Rotary", "load_block", "load_embedding", "load_head"]
 
@@ -77,7 +79,7 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     embedding: Embedding
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
     head: Head
 
     @classmethod
@@ -90,17 +92,27 @@ class Model:
         device: Device = "cpu",
     ) -> "Model":
         """Reads every tensor once and keeps each weight in one form only: quantized as stored, dense in `dtype`."""
-        embedding = load_embedding(source, config, architecture, dtype, device)
-        head = load_head(source, config, architecture, dtype, device)
-        head.linear.settle()
-        if config.tie_embeddings:
-            embedding = replace(embedding, weight=head.linear.stored.tensors()["weight"])
+        embedding, head = _load_ends(source, config, architecture, dtype, device)
         blocks = []
         for index in range(config.num_layers):
             blocks.append(load_block(source, config, architecture, index, dtype, device))
             for linear in blocks[-1].linears.values():
                 linear.settle()
         return cls(config, architecture, dtype, torch.device(device), embedding, tuple(blocks), head)
+
+    @classmethod
+    def stream(
+        cls,
+        source: Source,
+        config: ModelConfig,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        device: Device = "cpu",
+    ) -> "Model":
+        """The same model with one block in memory at a time: blocks are read anew whenever they run."""
+        embedding, head = _load_ends(source, config, architecture, dtype, device)
+        blocks = StreamedBlocks(source, config, architecture, dtype, device)
+        return cls(config, architecture, dtype, torch.device(device), embedding, blocks, head)
 
     def forward(
         self,
@@ -157,6 +169,18 @@ class Model:
     def linears(self) -> dict[str, Linear]:
         """The quantizable linears of all blocks by Hugging Face module name, in the order they run."""
         return {name: linear for block in self.blocks for name, linear in block.linears.items()}
+
+
+def _load_ends(
+    source: Source, config: ModelConfig, architecture: Architecture, dtype: torch.dtype, device: Device
+) -> tuple[Embedding, Head]:
+    """Embedding and head for good: in a tied model they share one weight."""
+    embedding = load_embedding(source, config, architecture, dtype, device)
+    head = load_head(source, config, architecture, dtype, device)
+    head.linear.settle()
+    if config.tie_embeddings:
+        embedding = replace(embedding, weight=head.linear.stored.tensors()["weight"])
+    return embedding, head
 
 
 def load_embedding(

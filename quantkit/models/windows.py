@@ -58,6 +58,8 @@ def layer_types(keys: Keys, layers: int) -> list[bool] | None:
 
 
 def _switched_window(keys: Keys) -> int | None:
+    """`sliding_window`, which says nothing while `use_sliding_window` is false."""
+    keys.take("sliding_window", None)  # accounted for in either case
     return keys.whole("sliding_window") if keys.flag("use_sliding_window", False) else None
 
 

@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from quantkit.errors import BackendError
+from quantkit.formats.codec import StoredTensor
+from quantkit.formats.dense import DenseTensor
+from quantkit.models.linear import Linear
+
+
+class Tripled(StoredTensor):
+    """A stored form that is not dense: three times a scalar matrix."""
+
+    in_features = out_features = 4
+    bias = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"three": torch.tensor(3.0)}
+
+    def dequantize(self) -> torch.Tensor:
+        return 3 * torch.eye(4, dtype=torch.float16)
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+
+def make(dtype: torch.dtype, stored: torch.dtype = torch.float32) -> tuple[Linear, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 4, generator=generator).to(stored)
+    return Linear("a.b", DenseTensor(weight, torch.tensor([1.0, 2.0, 3.0])), dtype), weight
+
+
+def test_any_leading_axes_and_the_bias() -> None:
+    linear, weight = make(torch.float32)
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    expected = x @ weight.T + torch.tensor([1.0, 2.0, 3.0])
+    torch.testing.assert_close(linear(x), expected)
+    assert linear(x[:, :0]).shape == (2, 0, 3)
+
+
+def test_computes_in_its_dtype_whatever_comes_in() -> None:
+    linear, _ = make(torch.bfloat16)
+    assert linear(torch.ones(1, 4)).dtype == torch.bfloat16
+
+
+def test_the_weight_is_as_stored_until_settled() -> None:
+    linear, weight = make(torch.bfloat16)
+    assert linear.weight().dtype == torch.float32
+    assert torch.equal(linear.weight(), weight.T)
+    linear.settle()
+    assert torch.equal(linear.weight(), weight.T.to(torch.bfloat16).float())
+    assert linear.stored.tensors()["weight"].dtype == torch.bfloat16
+
+
+def test_the_weight_is_a_copy() -> None:
+    linear, weight = make(torch.float32)
+    linear.weight().zero_()
+    assert torch.equal(linear.weight(), weight.T)
+
+
+def test_replace_changes_what_runs() -> None:
+    square = Linear("a.b", DenseTensor(torch.eye(4)), torch.float32)
+    square.replace(Tripled())
+    assert torch.equal(square(torch.ones(1, 4)), torch.full((1, 4), 3.0))
+    assert torch.equal(square.weight(), 3 * torch.eye(4))
+    square.settle()
+    assert isinstance(square.stored, Tripled)
+
+
+def test_quantized_weights_run_where_there_is_a_kernel_for_them() -> None:
+    with pytest.raises(BackendError, match=r"`a\.b` is quantized and cannot run on `meta`"):
+        Linear("a.b", Tripled(), torch.float32, "meta")
