@@ -63,7 +63,7 @@ class ActivationStream:
             yield self._slots.get(number)
 
     def advance(self, block: Callable[[Tensor], Tensor], name: str) -> None:
-        """Replace every batch by what the block makes of it. Raises CalibrationError for NaN or infinity, with `name`."""
+        """Replace every batch by what the block makes of it. Raises CalibrationError for NaN or infinity."""
         for number in range(len(self._row_counts)):
             self._put(number, block(self._slots.get(number)), name)
 

@@ -189,6 +189,45 @@ def test_a_dataset_without_its_library_hints_at_a_file(monkeypatch: pytest.Monke
     assert "FILE" in str(error.value.hint)
 
 
+def _serve(monkeypatch: pytest.MonkeyPatch, **columns: list[str]) -> list[tuple]:
+    """Stand in for the network alone: any name is a streamed dataset with these columns."""
+    import datasets
+
+    asked = []
+
+    def load(*names: str, **options: object) -> datasets.IterableDataset:
+        asked.append((*names, options))
+        return datasets.Dataset.from_dict(columns).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return asked
+
+
+def test_a_dataset_is_streamed_until_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _serve(monkeypatch, text=[f"{number:04}" for number in range(900)])
+    assert text.read_dataset("wikitext2", "test", limit=10) == ["0000", "0001", "0002"]
+    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", {"split": "test", "streaming": True})]
+    first, again, other = (text.token_rows("someone/corpus", Letters(), 4, 8, seed) for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert asked[1][:2] == ("someone/corpus", None)
+
+
+def test_a_dataset_that_cannot_be_used_hints_at_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    _serve(monkeypatch, body=["x"])
+    with pytest.raises(CalibrationError, match="dataset `someone/corpus` has no column `text`"):
+        text.token_rows("someone/corpus", Letters(), 1, 2, 0)
+
+    def unreachable(*names: str, **options: object) -> None:
+        raise ConnectionError("Couldn't reach the hub\n(and a long story)")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(CalibrationError, match=r"`corpus` is no file, and dataset `corpus` cannot be read: .*hub$") as error:
+        text.token_rows("corpus", Letters(), 1, 2, 0)
+    assert "FILE" in str(error.value.hint)
+
+
 def test_json_of_any_language_is_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "línea\u2028dos"}) + "\n", encoding="utf-8")
     assert text.read_documents(tmp_path / "a.jsonl") == ["línea\u2028dos"]
