@@ -7,6 +7,7 @@
 own: q and k of `llama` models in rotary pairs, norms in F32.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def write_model(
         stored[names.get_name(name, (".weight", ".bias"))] = (array, kind)
         back = gguf.dequantize(gguf.quantize(array, GGMLQuantizationType[kind]), GGMLQuantizationType[kind])
         known[name] = torch.from_numpy(np.array(from_pairs(back, heads) if heads else back))
+    if (config["rope_scaling"] or {}).get("rope_type") == "llama3":
+        stored["rope_freqs.weight"] = (llama3_divisors(config), "F32")
     stored.pop(drop or "", None)
     everything = {**metadata(config, prefix), **tokenizer_values(), **(values or {})}
     return TinyModel(write_file(path, everything, {**stored, **(extra or {})}, prefix), config, known)
@@ -94,6 +97,11 @@ def metadata(config: dict[str, Any], prefix: str) -> dict[str, Any]:
         "attention.value_length": head_dim if head_dim != hidden // heads else None,
         "attention.sliding_window": config.get("sliding_window"),
     }
+    scaling = config["rope_scaling"] or {}
+    if scaling.get("rope_type") in ("linear", "yarn"):
+        values["rope.scaling.type"] = scaling["rope_type"]
+        values["rope.scaling.factor"] = scaling["factor"]
+        values["rope.scaling.original_context_length"] = scaling.get("original_max_position_embeddings")
     return {f"{prefix}.{name}": value for name, value in values.items()}
 
 
@@ -115,6 +123,24 @@ def tokenizer_values() -> dict[str, Any]:
         "tokenizer.ggml.eot_token_id": 4,
         "tokenizer.chat_template": tiny.CHAT_TEMPLATE,
     }
+
+
+def llama3_divisors(config: dict[str, Any]) -> np.ndarray:
+    """What each rotary frequency is divided by, as a converter writes it: one frequency at a time."""
+    scaling, head_dim = config["rope_scaling"], config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    divisors = []
+    for index in range(head_dim // 2):
+        wavelength = 2 * math.pi * config["rope_theta"] ** (2 * index / head_dim)
+        waves = scaling["original_max_position_embeddings"] / wavelength
+        if waves > high:
+            divisors.append(1.0)
+        elif waves < low:
+            divisors.append(factor)
+        else:
+            kept = (waves - low) / (high - low)
+            divisors.append(1 / ((1 - kept) / factor + kept))
+    return np.array(divisors, np.float32)
 
 
 def rotary_heads(name: str, config: dict[str, Any]) -> int:

@@ -98,35 +98,30 @@ def test_rope_scaling_in_both_spellings(values, scaling, tmp_path) -> None:
     assert config["rope_parameters"] == {"rope_type": "default", **(scaling or {}), "rope_theta": config["rope_theta"]}
 
 
-def llama3_divisors(factor: float, theta: float, head_dim: int) -> np.ndarray:
-    """The table as a converter writes it, one frequency at a time (constants of Llama 3.1: 1, 4, 8192)."""
-    divisors = []
-    for index in range(head_dim // 2):
-        wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
-        if wavelength < 8192 / 4:
-            divisors.append(1.0)
-        elif wavelength > 8192:
-            divisors.append(factor)
-        else:
-            smooth = (8192 / wavelength - 1) / (4 - 1)
-            divisors.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(divisors, np.float32)
-
-
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_scaling_is_recognised_from_its_divisors(factor, tmp_path) -> None:
-    tiny = {"hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "rope_theta": 500000.0}
-    table = llama3_divisors(factor, 500000.0, 128)
-    assert len({*table.tolist()} - {1.0, factor}) > 3  # frequencies in between are there
-    path = tiny_gguf.write_model(tmp_path / "x.gguf", extra={"rope_freqs.weight": (table, "F32")}, **tiny).path
-    expected = {
+    scaling = {
         "rope_type": "llama3",
         "factor": factor,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    assert describe(path).config["rope_scaling"] == expected
+    shape = {"hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "rope_theta": 500000.0}
+    tiny = tiny_gguf.write_model(tmp_path / "x.gguf", rope_scaling=scaling, **shape)
+    between = set(tiny_gguf.llama3_divisors(tiny.config).tolist()) - {1.0, factor}
+    assert len(between) > 3
+    assert describe(tiny.path).config["rope_scaling"] == scaling
+
+
+@pytest.mark.parametrize(("key", "value"), [("low_freq_factor", 2.0), ("original_max_position_embeddings", 4096)])
+def test_llama3_scaling_of_other_constants_is_refused(key, value, tmp_path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192, key: value}
+    shape = {"hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "rope_theta": 500000.0}
+    path = tiny_gguf.write_model(tmp_path / "x.gguf", rope_scaling=scaling, **shape).path
+    with pytest.raises(UnsupportedModel, match=r"not the scaling of Llama 3\.1"):
+        describe(path)
 
 
 def test_divisors_of_one_scale_nothing(tmp_path) -> None:

@@ -10,7 +10,7 @@ import tiny_gguf
 import torch
 from safetensors.torch import load_file
 
-from quantkit.checkpoint.reader import open_checkpoint
+import quantkit
 from quantkit.commands import convert
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.progress import Silent
@@ -52,7 +52,7 @@ def test_the_folder_holds_the_weights_of_the_file(family, weights, overrides, tm
 def test_the_folder_is_a_checkpoint_of_its_family(family, tmp_path) -> None:
     model = tiny_gguf.write_model(tmp_path / "tiny.gguf", family, sliding_window=16 if "Mistral" in family else None)
     gguf_to_hf(model.path, tmp_path / "out")
-    checkpoint = open_checkpoint(tmp_path / "out")
+    checkpoint = quantkit.open_checkpoint(tmp_path / "out")
     assert len(checkpoint.linears()) == 14
     up = "model.layers.1.mlp.up_proj"
     assert torch.equal(checkpoint.dense(up), model.tensors[f"{up}.weight"].half())
@@ -60,6 +60,35 @@ def test_the_folder_is_a_checkpoint_of_its_family(family, tmp_path) -> None:
     original = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
     assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["vocab"] == original
     assert {path.name for path in checkpoint.side_files()} == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+
+
+ROPE = {
+    "plain": {},
+    "theta": {"rope_theta": 500000.0},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "llama3": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPE)
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_the_folder_computes_what_the_original_computes(family, rope, tmp_path) -> None:
+    overrides = {**ROPE[rope], **({"sliding_window": 16} if family == "MistralForCausalLM" else {})}
+    original = tiny.write_model(tmp_path / "original", family, dtype="float16", vocab_size=276, **overrides)
+    source = tiny_gguf.write_model(tmp_path / "tiny.gguf", family, weights="F16", **overrides).path
+    gguf_to_hf(source, tmp_path / "out")
+    ids = torch.randint(0, 276, (1, 96), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(quantkit.load(tmp_path / "out")(ids), quantkit.load(original)(ids))
 
 
 def test_the_report_names_the_worst_rounding(tmp_path) -> None:
