@@ -91,6 +91,24 @@ def test_the_folder_computes_what_the_original_computes(family, rope, tmp_path) 
     assert torch.equal(quantkit.load(tmp_path / "out")(ids), quantkit.load(original)(ids))
 
 
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [("LlamaForCausalLM", "llama3"), ("MistralForCausalLM", "theta"), ("Qwen2ForCausalLM", "yarn"), ("Qwen3ForCausalLM", "linear")],
+)
+def test_transformers_reads_the_folder_alike(family, rope, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    overrides = {**ROPE[rope], **({"sliding_window": 16} if family == "MistralForCausalLM" else {})}
+    gguf_to_hf(tiny_gguf.write_model(tmp_path / "tiny.gguf", family, **overrides).path, tmp_path / "out")
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert type(peer).__name__ == family
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("The rest of the things and others\n " * 3, return_tensors="pt")["input_ids"]
+    ours = quantkit.load(tmp_path / "out")(ids)
+    with torch.no_grad():
+        difference = (peer(ids).logits - ours).abs().max()
+    assert difference < 1e-4 * ours.std()  # fp32 sums in another order
+
+
 def test_the_report_names_the_worst_rounding(tmp_path) -> None:
     model = tiny_gguf.write_model(tmp_path / "tiny.gguf", weights="F32")
     report = gguf_to_hf(model.path, tmp_path / "out")
