@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,13 +106,13 @@ class Checkpoint:
         """
         dtype, shape, file = self.info(name)
         header, entry = self._entry(name)
-        data = np.empty(entry.size_bytes, np.uint8)
+        data = torch.empty(entry.size_bytes, dtype=torch.uint8)
         with open_regular(file) as (descriptor, status):
             if file_stamp(status) != header.stamp:
                 raise CheckpointError(f"`{file}` changed after it was opened", hint="let no other program write to it")
-            if read_into(descriptor, data.data, entry.start) < entry.size_bytes:
+            if read_into(descriptor, data.numpy().data, entry.start) < entry.size_bytes:
                 raise CheckpointError(f"`{file}` ended within tensor {shown(name)}", hint=DAMAGED_HINT)
-        return torch.from_numpy(data).view(dtype).reshape(shape)
+        return data.view(dtype).reshape(shape)
 
     def linears(self) -> list[str]:
         """The quantizable linears of the blocks by their Hugging Face module names, in model order.
