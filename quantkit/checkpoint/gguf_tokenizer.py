@@ -168,6 +168,11 @@ def sentencepiece_bpe(metadata: Metadata, vocabulary: Vocabulary) -> Json:
     if metadata.flag("tokenizer.ggml.remove_extra_whitespaces", False):
         key = "tokenizer.ggml.remove_extra_whitespaces"
         raise UnsupportedModel(f"metadata `{key}` = true cannot be honoured", hint=ORIGINAL)
+    bytewise, unknown = BYTE in vocabulary.types, vocabulary.text("unknown")
+    if unknown is None and UNKNOWN in vocabulary.types:
+        unknown = vocabulary.tokens[vocabulary.types.index(UNKNOWN)]
+    if unknown is None and not bytewise:
+        raise _contradiction("`tokenizer.ggml.tokens` has neither bytes nor an unknown token for what it lacks")
     prefixed = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     prepend = [{"type": "Prepend", "prepend": SPACE}] if prefixed else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
@@ -181,9 +186,9 @@ def sentencepiece_bpe(metadata: Metadata, vocabulary: Vocabulary) -> Json:
         decoder={"type": "Sequence", "decoders": [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         model={
             "merges": _merges_by_score(vocabulary, metadata.numbers("tokenizer.ggml.scores")),
-            "unk_token": vocabulary.text("unknown"),
+            "unk_token": unknown,
             "fuse_unk": True,
-            "byte_fallback": BYTE in vocabulary.types,
+            "byte_fallback": bytewise,
         },
     )
 

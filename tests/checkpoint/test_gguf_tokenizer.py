@@ -192,10 +192,17 @@ def test_sentencepiece_without_a_space_in_front() -> None:
     assert imported.kind == "SentencePiece BPE"
 
 
-def test_sentencepiece_without_bytes_falls_back_to_unk() -> None:
-    tokens = ["<unk>", "<s>", "</s>", *PIECES, *LETTERS]
-    scores = [0.0] * 3 + [*PIECES.values(), *[-10.0] * len(LETTERS)]
-    imported = rebuild({**SENTENCEPIECE, "@tokens": tokens, "@token_type": [2, 3, 3] + [1] * (len(tokens) - 3), "@scores": scores})
+WITHOUT_BYTES = {
+    **SENTENCEPIECE,
+    "@tokens": ["<unk>", "<s>", "</s>", *PIECES, *LETTERS],
+    "@token_type": [2, 3, 3, *[1] * (len(PIECES) + len(LETTERS))],
+    "@scores": [0.0] * 3 + [*PIECES.values(), *[-10.0] * len(LETTERS)],
+}
+
+
+@pytest.mark.parametrize("role", [0, None])
+def test_sentencepiece_without_bytes_falls_back_to_unk(role) -> None:
+    imported = rebuild({**WITHOUT_BYTES, "@unknown_token_id": role})
     assert encode(imported, "éaé") == ["<s>", "▁", "<unk>", "a", "<unk>"]
 
 
@@ -215,6 +222,11 @@ REFUSED = {
     "no bos": ({"@add_bos_token": True, "@bos_token_id": None}, CheckpointError, "is true without `tokenizer.ggml.bos_token_id`"),
     "space prefix": ({"@add_space_prefix": True}, UnsupportedModel, "`tokenizer.ggml.add_space_prefix` = true cannot be honoured"),
     "whitespace": ({**SENTENCEPIECE, "@remove_extra_whitespaces": True}, UnsupportedModel, "remove_extra_whitespaces` = true"),
+    "nothing for the rest": (
+        {**WITHOUT_BYTES, "@token_type": [3, 3, 3, *WITHOUT_BYTES["@token_type"][3:]], "@unknown_token_id": None},
+        CheckpointError,
+        "has neither bytes nor an unknown token",
+    ),
     "scores": ({**SENTENCEPIECE, "@scores": [0.0]}, CheckpointError, "has 1 entries for 272 tokens"),
 }  # fmt: skip
 
