@@ -16,9 +16,11 @@ def infer(name: str, tensors: Mapping[str, Tensor]) -> GptqSettings:
     A symmetric file has one zero point, `2^(bits-1)`, which only one of the two conventions reads out of it. An
     asymmetric one may mean either: FormatError. So is anything whose shapes no setting explains.
     """
-    words, scales = tensors.get("qzeros"), tensors.get("scales")
-    if words is None or scales is None or scales.dim() != 2 or words.dim() != 2 or words.dtype != torch.int32:
+    if any(suffix not in tensors or tensors[suffix].dim() != 2 for suffix in ("qweight", "qzeros", "scales")):
         raise _untold(name, "its tensors are not those of GPTQ")
+    words, scales = tensors["qzeros"], tensors["scales"]
+    if words.dtype != torch.int32:
+        raise _untold(name, f"its zero points are {words.dtype}")
     bits, rest = divmod(words.shape[1] * 32, max(scales.shape[1], 1))
     if rest or bits not in WIDTHS:
         raise _untold(name, f"{words.shape[1]} words of zero points for {scales.shape[1]} outputs fit no width")
