@@ -4,9 +4,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from quantkit.checkpoint import gguf_model, gguf_tokenizer
+from quantkit.checkpoint import gguf_model, gguf_tokenizer, model_card
 from quantkit.checkpoint.gguf import open_gguf
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import UsageError
@@ -81,7 +83,10 @@ def gguf_to_hf(settings: ConvertSettings, progress: Progress) -> ConvertReport:
                 "tokenizer_config.json": tokenizer.tokenizer_config,
                 "generation_config.json": tokenizer.generation_config,
             }
-            writer.finish({**config, **tokenizer.config_ids}, extra_json=documents)
+            with TemporaryDirectory() as folder:
+                card = Path(folder) / "README.md"
+                card.write_text(model_card.from_gguf(file.metadata, settings.source.name), encoding="utf-8")
+                writer.finish({**config, **tokenizer.config_ids}, [card], documents)
         types = Counter(file.tensors[placement.source].type_name for placement in model.placements)
     worst = max(errors, key=lambda name: errors[name])
     return ConvertReport(

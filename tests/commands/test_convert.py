@@ -59,7 +59,7 @@ def test_the_folder_is_a_checkpoint_of_its_family(family, tmp_path) -> None:
     tiny.write_tokenizer(tmp_path)
     original = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
     assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["vocab"] == original
-    assert {path.name for path in checkpoint.side_files()} == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert {path.name for path in checkpoint.side_files()} == {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"}
 
 
 ROPE = {
