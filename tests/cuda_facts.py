@@ -1,0 +1,95 @@
+"""What a compiled kernel costs, read from NVRTC's log and the disassembly: no GPU, no driver.
+
+    python tests/cuda_facts.py > docs/results/cuda-kernels.md      the table of all kernels
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.kernels import nvrtc
+from quantkit.kernels.sources import Defines, Source, names, source
+
+# Of one multiprocessor: threads, blocks, bytes of shared memory (with 1 KiB a block that the system keeps from sm_80 on).
+LIMITS = {75: (1024, 16, 65536), 80: (2048, 32, 167936), 86: (1536, 16, 102400), 89: (1536, 24, 102400)} | {
+    90: (2048, 32, 233472),
+    120: (1536, 24, 102400),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Of one kernel in one cubin. `mix` counts machine instructions, and is empty where nvdisasm is not installed."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    mix: Counter[str]
+
+    def occupancy(self, architecture: int, threads: int, dynamic_bytes: int = 0) -> float:
+        """Share of a multiprocessor's threads that can be resident."""
+        most_threads, most_blocks, memory = LIMITS[architecture]
+        shared = self.shared_bytes + dynamic_bytes + (1024 if architecture >= 80 else 0)
+        by_registers = 65536 // (-(-self.registers // 8) * 8 * threads)
+        return min(most_threads // threads, most_blocks, by_registers, memory // max(shared, 1)) * threads / most_threads
+
+    def count(self, instruction: str) -> int:
+        """How often instructions of this name, or of a longer one that starts with it, occur."""
+        return sum(times for name, times in self.mix.items() if name.startswith(instruction))
+
+
+def facts(kernel: Source, defines: Defines, architecture: int) -> dict[str, Facts]:
+    """By name of the kernel."""
+    cubin = nvrtc.library().compile(kernel, defines, architecture)
+    found = {}
+    for part in re.split(r"Compiling entry function '", cubin.log)[1:]:
+        name = part[: part.index("'")]
+        registers = int(re.search(r"Used (\d+) registers", part)[1])
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
+        shared = re.search(r"(\d+) bytes smem", part)
+        found[name] = Facts(registers, spilled, int(shared[1]) if shared else 0, _mix(cubin.code, name))
+    return found
+
+
+def _mix(code: bytes, kernel: str) -> Counter[str]:
+    tool = disassembler()
+    if tool is None:
+        return Counter()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    section = text[text.index(f".text.{kernel}") :].split(".section", 1)[0]
+    return Counter(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", section, re.MULTILINE))
+
+
+def disassembler() -> str | None:
+    """`nvdisasm` of the wheel, or of the PATH."""
+    wheels = (tool for folder in map(Path, sys.path) for tool in folder.glob("nvidia/*/bin/nvdisasm"))
+    return next(map(str, wheels), shutil.which("nvdisasm"))
+
+
+def _table() -> str:
+    lines = []
+    for name in names():
+        kernel = source(name)
+        for variant in kernel.variants:
+            cells = []
+            for architecture in (80, 89, 90):
+                if architecture >= kernel.least_architecture(variant):
+                    for entry, fact in facts(kernel, variant, architecture).items():
+                        share = fact.occupancy(architecture, kernel.threads)
+                        mix = f"{fact.count('LDG.E.128')} / {fact.count('HMMA')}"
+                        cells.append(f"{fact.registers} / {fact.spilled_bytes} / {fact.shared_bytes} / {share:.0%} / {mix}")
+                        label = " ".join(f"{key}={value}" for key, value in variant.items())
+            lines.append(f"| `{entry}` | {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(_table())

@@ -1,0 +1,61 @@
+"""The CUDA backend on the CPU executor: the same methods, shapes, arguments and sources, with no GPU."""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cuda_on_cpu.launch import Module
+from cuda_on_cpu.memory import guarded
+from quantkit.kernels.launcher import Argument
+from quantkit.kernels.sources import Defines
+
+
+class ExecutorLauncher:
+    """Stands where CuPy's launcher stands. Memory to write into is poisoned, and ends at an unreadable page."""
+
+    def __init__(self, order: str = "forward", seed: int = 0, architecture: int = 80, processors: int = 4) -> None:
+        self._schedule = {"order": order, "seed": seed}
+        self._architecture = architecture
+        self._processors = processors
+        self.launched: list[tuple[str, tuple[int, ...]]] = []
+
+    def reaches(self, tensor: Tensor) -> bool:
+        return True
+
+    def architecture(self, device: torch.device) -> int:
+        return self._architecture
+
+    def processors(self, device: torch.device) -> int:
+        return self._processors
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        bytes_each = torch.empty(0, dtype=dtype).element_size()
+        poisoned = torch.full((*shape, bytes_each), 0xFB, dtype=torch.uint8)
+        return guarded(poisoned.view(dtype).view(tuple(shape)))
+
+    def run(
+        self,
+        name: str,
+        defines: Defines,
+        entry: str,
+        grid: Sequence[int],
+        threads: int,
+        arguments: Sequence[Argument],
+        *,
+        device: torch.device,
+        shared_bytes: int = 0,
+    ) -> None:
+        function = _module(name, tuple(sorted(defines.items())), self._architecture).get_function(entry)
+        function(grid, (threads,), arguments, shared_mem=shared_bytes, **self._schedule)
+        self.launched.append((entry, tuple(grid)))
+
+
+@cache
+def _module(name: str, defines: tuple[tuple[str, int | str], ...], architecture: int) -> Module:
+    folder = Path(str(files("quantkit.kernels") / "cuda"))
+    options = [f"-D{key}={value}" for key, value in defines]
+    return Module(folder / f"{name}.cu", options=[*options, f"-D__CUDA_ARCH__={architecture}0"])
