@@ -4,15 +4,15 @@ A weight is repacked once into bit planes (`planes.py`). A few rows are multipli
 of columns are dequantized and handed to torch's matmul, so that no whole weight is ever expanded.
 """
 
+import platform
 from dataclasses import replace
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from torch import Tensor
 
 from quantkit.kernels import columns, multiply
-from quantkit.kernels.jit import spread
+from quantkit.kernels.jit import spread, targets
 from quantkit.kernels.multiply import STRIP
 from quantkit.kernels.planes import PLANES, Planes, Section, empty_plane
 from quantkit.kernels.protocol import Exl2Weight, GptqWeight, Repacked
@@ -29,7 +29,7 @@ STRIPS_TOGETHER = 4
 
 def unusable() -> str | None:
     """Why this processor cannot run the kernels, in words; None when it can."""
-    if llvm.get_process_triple().startswith(("x86_64", "i686")) and not llvm.get_host_cpu_features().get("f16c"):
+    if platform.machine().lower() in ("x86_64", "amd64") and not targets("f16c"):
         return "this processor has no float16 instructions (F16C)"
     return None
 

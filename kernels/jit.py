@@ -8,6 +8,7 @@ from typing import Any
 
 import numba
 import torch
+from numba.core.registry import cpu_target
 
 # Waking another thread costs some 40 µs; below this many weights (about 100 µs of work) one thread is faster.
 LEAST_WORK = 2_000_000
@@ -24,6 +25,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder can be written
         return numba.njit(**options)(function)
+
+
+@cache
+def targets(feature: str) -> bool:
+    """Whether Numba compiles for a processor with this feature, by LLVM's name: the host's, or what NUMBA_CPU_NAME and
+    NUMBA_CPU_FEATURES say instead."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return f"+{feature}" in features.split(",")
 
 
 def spread(kernel: Callable[..., Any], count: int, multiple: int, work: int, *arguments: Any) -> None:

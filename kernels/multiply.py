@@ -18,19 +18,18 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from quantkit.kernels.jit import compiled
+from quantkit.kernels.jit import compiled, targets
 from quantkit.kernels.planes import PLANES
 
 LANES, STRIP, UNIT = 16, 4, 32
 # `vpermps` with 16 floats: a table lookup in one instruction.
-HAS_PERMUTE = bool(llvm.get_host_cpu_features().get("avx512f"))
+HAS_PERMUTE = targets("avx512f")
 FLOAT, HALF, I32, I64 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(64)
 
 
