@@ -4,6 +4,8 @@ import typer
 
 from quantkit.cli.convert import convert
 from quantkit.cli.doctor import doctor
+from quantkit.cli.evaluate import evaluate
+from quantkit.cli.generate import generate
 from quantkit.version import VERSION
 
 app = typer.Typer(
@@ -28,4 +30,6 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 
 
 app.add_typer(convert, name="convert")
+app.add_typer(evaluate, name="eval")
+app.command()(generate)
 app.command()(doctor)

@@ -1,0 +1,80 @@
+"""`quantkit generate`: options → settings → `commands.generate.run` → text as it comes, or JSON."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.settings import GenerateSettings
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder of a model, or a hub id.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue.")] = None,
+    chat: Annotated[
+        str | None, typer.Option("--chat", help="A message to answer, put into the model's chat template.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", help="UTF-8 file with the text to continue.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-new-tokens", help="Stop after this many; prompt and these must fit the model's context.", min=1
+        ),
+    ] = 256,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", help="0 takes the likeliest token; 1 draws as the model says; more is wilder."),
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Draw from the k likeliest tokens only; 0 is all.")] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option("--top-p", help="Draw from the likeliest tokens that together have this probability; 1 is all."),
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Leave out tokens less likely than this times the likeliest; 0 is all.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1 makes what was said before less likely; 1 is none.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed draws the same text.", min=0, max=2**63 - 1)] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Arithmetic: auto (fp32 on a CPU), fp32, bf16 or fp16.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
+) -> None:
+    """Continue a prompt with MODEL; the text appears as it is made."""
+    settings = GenerateSettings(
+        model=model,
+        prompt=prompt,
+        chat=chat,
+        prompt_file=prompt_file,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        device=device,
+        dtype=dtype,
+    )
+    from quantkit import console
+    from quantkit.commands.generate import run
+
+    if as_json:
+        console.print_json(run(settings, console.Bars()).as_json())
+        return
+
+    def show(text: str) -> bool:
+        console.print_text(text, end="")
+        return True
+
+    report = run(settings, console.Bars(), show)
+    console.print_text("")
+    for name, figure in report.rows():
+        console.say(f"{name} {figure}")

@@ -1,0 +1,86 @@
+import json
+
+import pytest
+import tiny
+
+from quantkit import cli
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny.write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "notes.txt"
+    file.write_text("the end of the thing and another in the sands\n" * 20)
+    return str(file)
+
+
+def test_perplexity_json(folder, text, capsys):
+    arguments = ["eval", "perplexity", folder, "--text", text, "--length", "32", "--windows", "3", "--dtype", "fp32"]
+    assert cli.run([*arguments, "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["windows"], found["tokens"], found["predictions"], found["length"]) == (3, 96, 93, 32)
+    assert (found["bos"], found["dtype"], found["source"]) == (False, "fp32", text)
+    assert {"perplexity", "mean_nll", "text_tokens", "convention", "device", "backend", "notes"} <= found.keys()
+    assert cli.run([*arguments, "--bos", "--json"]) == 0
+    with_bos = json.loads(capsys.readouterr().out)
+    assert with_bos["bos"] and with_bos["predictions"] == 93 and with_bos["mean_nll"] != found["mean_nll"]
+
+
+def test_compare_json(folder, text, tmp_path, capsys):
+    other = str(tiny.write_model(tmp_path / "other", seed=1))
+    assert cli.run(["eval", "compare", folder, other, "--text", text, "--length", "32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kl_ci95"][0] < found["kl_mean"] < found["kl_ci95"][1]
+    assert {
+        "kl_p90",
+        "kl_p99",
+        "top1_agreement",
+        "perplexity_reference",
+        "perplexity_candidate",
+        "tokens",
+        "windows",
+        "length",
+        "bos",
+        "dtype",
+        "convention",
+        "notes",
+    } <= found.keys()
+
+
+def test_people_see_what_defines_the_figures(folder, text, capsys):
+    assert cli.run(["eval", "perplexity", folder, "--text", text, "--length", "32"]) == 0
+    shown = capsys.readouterr().out
+    assert "perplexity" in shown and "BOS" in shown and "fp32" in shown and "windows without overlap" in shown
+    assert cli.run(["eval", "compare", folder, folder, "--text", text, "--length", "32"]) == 0
+    shown = capsys.readouterr().out
+    assert "mean KL" in shown and "100.00%" in shown and "interval" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--length", "9999"], 16, "windows of 9999 tokens do not fit into the model's context of 2048"),
+        (["--windows", "999"], 13, "the text has"),
+        (["--length", "1"], 2, "invalid value for '--length'"),
+        (["--dataset", "wikitext2"], 2, "`--text` and `--dataset` given"),
+        (["--dtype", "fp8"], 2, "unknown dtype `fp8`"),
+        (["--text", "nowhere.parquet"], 13, "no such file: `nowhere.parquet`"),
+    ],
+)
+@pytest.mark.parametrize("command", ["perplexity", "compare"])
+def test_errors_are_two_lines_on_stderr_and_nothing_on_stdout(command, arguments, code, message, folder, text, capsys):
+    models = [folder] if command == "perplexity" else [folder, folder]
+    assert cli.run(["eval", command, *models, "--text", text, *arguments, "--json"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {message}") and captured.err.splitlines()[1].startswith("hint: ")
+
+
+def test_a_missing_tokenizer_is_a_checkpoint_error(tmp_path, text, capsys):
+    folder = tiny.write_model(tmp_path / "model", tokenizer=False)
+    assert cli.run(["eval", "perplexity", str(folder), "--text", text, "--length", "32"]) == 10
+    assert capsys.readouterr().err.startswith(f"error: `{folder}` has no `tokenizer.json`")

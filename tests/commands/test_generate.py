@@ -1,0 +1,137 @@
+import json
+
+import pytest
+import tiny
+
+from quantkit.commands.generate import run
+from quantkit.errors import BackendError, CheckpointError, RequestError, UsageError
+from quantkit.progress import Silent
+from quantkit.runtime.load import load
+from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.settings import GenerateSettings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
+
+
+class Said(Silent):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def answer(folder, said=None, on_text=lambda text: True, **settings):
+    settings = {"prompt": "the end", "max_new_tokens": 12, "ignore_eos": True, **settings}
+    return run(GenerateSettings(str(folder), **settings), said or Silent(), on_text)
+
+
+def test_report_has_text_ids_and_cost(folder):
+    pieces = []
+    report = answer(folder, on_text=lambda text: pieces.append(text) or True)
+    found = json.loads(json.dumps(report.as_json()))
+    assert found["text"] == "".join(pieces) == Tokenizer.open(folder).decode(found["token_ids"])
+    assert len(found["token_ids"]) == 12 and found["finish_reason"] == "length"
+    assert found["prompt_tokens"] == len(Tokenizer.open(folder).encode("the end"))
+    assert found["prefill_tokens_per_second"] > 0 < found["decode_tokens_per_second"]
+    assert found["load_seconds"] > 0
+    assert (found["dtype"], found["device"], found["backend"]) == ("fp32", "cpu", report.placement.backend)
+    assert dict(report.rows())["ended by"] == "length"
+
+
+def test_prompt_file_is_the_prompt(folder, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("the end", encoding="utf-8")
+    assert answer(folder, prompt=None, prompt_file=file).completion.token_ids == answer(folder).completion.token_ids
+
+
+def test_chat_goes_through_the_template(folder):
+    report = answer(folder, prompt=None, chat="Hi")
+    assert report.completion.prompt_tokens == len(Tokenizer.open(folder).chat([{"role": "user", "content": "Hi"}]))
+
+
+def test_prompt_gets_the_bos_that_the_tokenizer_asks_for(tmp_path):
+    folder = tiny.write_model(tmp_path / "model")
+    plain = answer(folder).completion.prompt_tokens
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True}))
+    assert answer(folder).completion.prompt_tokens == plain + 1
+    assert answer(folder, prompt="").completion.prompt_tokens == 1
+
+
+def test_stops_at_an_end_of_text_token_unless_told_otherwise(tmp_path):
+    folder = tiny.write_model(tmp_path / "model")
+    free = answer(folder).completion.token_ids
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": free[3]}))
+    stopped = answer(folder, ignore_eos=False).completion
+    assert stopped.token_ids == free[: free.index(free[3]) + 1] and stopped.finish_reason == "stop"
+    assert answer(folder).completion.token_ids == free
+
+
+def test_a_model_without_end_of_text_token_is_said(tmp_path):
+    folder = tiny.write_model(tmp_path / "model", eos_token_id=tiny.ABSENT)
+    (folder / "generation_config.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    said = Said()
+    assert answer(folder, said, ignore_eos=False).completion.finish_reason == "length"
+    assert "names no end-of-text token" in said.lines[0]
+
+
+def test_sampling_settings_reach_the_sampler(folder):
+    greedy = answer(folder).completion.token_ids
+    assert answer(folder, temperature=5.0, top_k=1, seed=3).completion.token_ids == greedy
+    drawn = answer(folder, temperature=5.0, seed=3).completion.token_ids
+    assert drawn != greedy and drawn == answer(folder, temperature=5.0, seed=3).completion.token_ids
+    assert answer(folder, temperature=5.0, seed=3, min_p=1.0).completion.token_ids == greedy
+    assert answer(folder, temperature=5.0, seed=3, top_p=0.0).completion.token_ids == greedy
+    penalised = answer(folder, repetition_penalty=100.0).completion.token_ids
+    assert len(set(penalised)) == len(penalised)
+
+
+def test_low_precision_is_reported(folder):
+    assert answer(folder, dtype="bf16").as_json()["dtype"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"prompt": None}, UsageError, "no prompt given"),
+        ({"chat": "Hi"}, UsageError, "--prompt and --chat given"),
+        ({"prompt": ""}, RequestError, "the prompt is empty"),
+        ({"prompt": "a\ud83d"}, RequestError, "not valid Unicode"),
+        ({"max_new_tokens": 254}, RequestError, "the model's context has 256"),
+        ({"temperature": -1.0}, UsageError, "`--temperature` is -1.0"),
+        ({"dtype": "fp8"}, UsageError, "unknown dtype `fp8`"),
+        ({"device": "tpu"}, BackendError, "unknown device `tpu`"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_the_weights_are_read(settings, error, message, tmp_path):
+    folder = tiny.write_model(tmp_path / "model", max_position_embeddings=256)
+    tiny.write_tensors(folder, {})
+    with pytest.raises(error, match=message):
+        answer(folder, **settings)
+    with pytest.raises(CheckpointError, match="model.embed_tokens"):
+        answer(folder)
+
+
+def test_prompt_files_that_cannot_be_read(folder, tmp_path):
+    with pytest.raises(RequestError, match="cannot be read: No such file"):
+        answer(folder, prompt=None, prompt_file=tmp_path / "absent")
+    (tmp_path / "latin").write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(RequestError, match="is not UTF-8 text: byte 3") as caught:
+        answer(folder, prompt=None, prompt_file=tmp_path / "latin")
+    assert caught.value.hint == "iconv -t UTF-8 -o prompt.txt latin"
+
+
+def test_chat_without_a_template_and_a_model_without_tokenizer(tmp_path):
+    folder = tiny.write_model(tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(RequestError, match="has no chat template"):
+        answer(folder, prompt=None, chat="Hi")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no `tokenizer\.json`"):
+        answer(folder)
+    assert load(folder).config.vocab_size == 320, "loading needs no tokenizer"
