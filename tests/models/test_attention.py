@@ -22,7 +22,7 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 1, 7, 40])
+@pytest.mark.parametrize("window", [None, 1, 7, 20, 21, 40])
 @pytest.mark.parametrize(("queries", "positions"), [(1, 1), (1, 21), (21, 21), (5, 21)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_every_path_is_the_definition(queries: int, positions: int, window: int | None, cap: float | None, kv_heads: int) -> None:

@@ -1,5 +1,6 @@
 """Loading: what is in the folder is what runs, and anything missing, misshapen or left over has an error of its own."""
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +9,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
+from quantkit.formats.codec import Codes
+from quantkit.formats.gptq import GptqCodec, GptqTensor
+from quantkit.models import catalog
+from quantkit.models.config import ModelConfig
 
 Tensors = dict[str, torch.Tensor]
 IDS = torch.arange(5, 25).reshape(2, 10)
@@ -168,3 +174,54 @@ def test_errors_name_the_config_file(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(QuantkitError, match=f"`rms_norm_eps` is missing in `{path}/config.json`"):
         quantkit.load(path)
+
+
+def write_quantized(path: Path, family: str, **overrides: Any) -> tuple[Path, Path]:
+    """A model whose linears were rounded to nearest, as GPTQ on disk, and the same model with the rounded weights."""
+    codec = GptqCodec(bits=4, group_size=32)
+    config = tiny.make_config(family, **overrides)
+    stored = tiny.make_tensors(config, 0, torch.float32)
+    rounded = dict(stored)
+    specs = catalog.find(config).linears(ModelConfig.read(config))
+    for module in [spec.name for spec in specs if spec.quantizable]:
+        bias = stored.get(f"{module}.bias")
+        weight = stored.pop(f"{module}.weight").T.contiguous()
+        layout = codec.layout(weight.shape[0])
+        grids = [codec.fit(weight[start:end], 4, None) for _, start, end in layout.spans()]
+        q = torch.cat([grid.quantize(weight[start:end]) for grid, (_, start, end) in zip(grids, layout.spans(), strict=True)])
+        tensor = codec.encode(Codes(q, tuple(grids), layout, torch.arange(weight.shape[0])), bias)
+        stored |= {f"{module}.{suffix}": part for suffix, part in tensor.tensors().items()}
+        rounded[f"{module}.weight"] = tensor.dequantize().T.to(torch.float32).contiguous()
+        if tensor.bias is not None:
+            rounded[f"{module}.bias"] = tensor.bias.to(torch.float32)
+    for folder, tensors, extra in (
+        (path / "gptq", stored, {"quantization_config": codec.config()}),
+        (path / "dense", rounded, {}),
+    ):
+        tiny.write_model(folder, family, tokenizer=False, **overrides, **extra)
+        tiny.write_tensors(folder, tensors)
+    return path / "gptq", path / "dense"
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_quantized_linears_run_as_they_are_stored(family: str, tmp_path: Path) -> None:
+    """Shapes of their own, so that a dequantized copy that anything keeps can be told from all other tensors."""
+    gptq, dense = write_quantized(tmp_path, family, intermediate_size=224, moe_intermediate_size=224)
+    model = quantkit.load(gptq)
+    logits = model(IDS)
+    expected = quantkit.load(dense)(IDS)
+    assert float((logits - expected).abs().max()) < 1e-4 * float(expected.std())
+    assert all(isinstance(linear.stored, GptqTensor) for linear in model.linears.values())
+    del expected
+    gc.collect()
+    kept = [item.shape for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.is_floating_point()]
+    assert not [shape for shape in kept if sorted(shape) in ([64, 224], [64, 448])]
+
+
+def test_a_lost_bias_of_a_quantized_linear_is_named(tmp_path: Path) -> None:
+    gptq, _ = write_quantized(tmp_path, "Qwen2ForCausalLM")
+    tensors = load_file(gptq / "model.safetensors")
+    del tensors["model.layers.0.self_attn.v_proj.bias"]
+    tiny.write_tensors(gptq, tensors)
+    with pytest.raises(CheckpointError, match=r"`model\.layers\.0\.self_attn\.v_proj\.bias` is missing"):
+        quantkit.load(gptq)
