@@ -26,16 +26,18 @@ def _choose(device: str, name: str | None) -> Backend:
         raise BackendError(f"unknown backend `{name}`", hint=f"use one of {', '.join(f'`{known}`' for known in NAMES)}")
     if device not in ("cpu", "cuda", "auto"):
         raise BackendError(f"unknown device `{device}`", hint="use `auto`, `cpu` or `cuda`")
-    missing = _cuda_missing()
     if name == "cuda" or (name is None and device == "cuda"):
-        raise BackendError(
-            f"the CUDA backend was asked for, but {missing}", hint="use `--device cpu`, or `QUANTKIT_BACKEND=cpu`"
-        )
+        message = f"the CUDA backend was asked for, but {_cuda_missing()}"
+        raise BackendError(message, hint="use `--device cpu` or `QUANTKIT_BACKEND=cpu`")
     if name == "reference":
         return _reference("asked for by name")
-    if name == "cpu":
-        return _cpu("asked for by name")
-    return _cpu("the device is a CPU" if device == "cpu" else missing)
+    missing = _cpu_missing()
+    if name == "cpu" and missing:
+        message = f"the CPU kernels were asked for, but {missing}"
+        raise BackendError(message, hint="use `QUANTKIT_BACKEND=reference`: slower, equally right")
+    if missing:
+        return _reference(f"plain torch, as {missing}")
+    return _cpu("asked for by name" if name else "the device is a CPU" if device == "cpu" else _cuda_missing())
 
 
 def _cuda_missing() -> str:
@@ -45,18 +47,22 @@ def _cuda_missing() -> str:
     return "this version has no CUDA kernels yet"
 
 
+def _cpu_missing() -> str | None:
+    """Why the CPU kernels cannot be used, in words; None when they can."""
+    try:
+        from quantkit.kernels.cpu import unusable
+    except ImportError as error:
+        return f"they cannot be imported: {error}"
+    return unusable()
+
+
+def _cpu(reason: str) -> Backend:
+    from quantkit.kernels.cpu import CpuBackend
+
+    return CpuBackend(reason)
+
+
 def _reference(reason: str) -> Backend:
     from quantkit.kernels.reference import ReferenceBackend
 
     return ReferenceBackend(reason)
-
-
-
-def _cpu(reason: str) -> Backend:
-    """The Numba kernels; where they cannot run, the reference, which says so."""
-    try:
-        from quantkit.kernels.cpu import CpuBackend, unusable
-    except ImportError as error:
-        return _reference(f"the CPU kernels cannot be imported: {error}")
-    missing = unusable()
-    return _reference(missing) if missing else CpuBackend(reason)

@@ -18,8 +18,9 @@ from quantkit.kernels.planes import PLANES, Planes, Section, empty_plane
 from quantkit.kernels.protocol import Exl2Weight, GptqWeight, Repacked
 from quantkit.kernels.reference import AsStored, ReferenceBackend, check_codes, check_words, exl2_scales, pack_unit
 
-# Up to this many rows are multiplied straight from the planes, four at a time. Measured on 4096 x 4096.
-FEW_ROWS = 32
+# Up to this many rows are multiplied straight from the planes, a block at a time. Measured on 4096 x 4096: beyond it
+# a library product is faster, sooner where decoding is arithmetic.
+FEW_ROWS = 32 if multiply.HAS_PERMUTE else 8
 BLOCK_ROWS = 4
 # Columns of one dequantized panel: its float32 weights stay in the outer cache.
 PANEL_COLUMNS = 512

@@ -1,0 +1,113 @@
+"""The CPU kernels: what holds of them beyond the sweep in test_protocol.py."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit import kernels
+from quantkit.kernels import jit
+from quantkit.kernels.cpu import FEW_ROWS
+from quantkit.kernels.planes import HUGE_PAGE, Planes, empty_plane
+from quantkit.kernels.protocol import WIDTHS, GptqWeight, Repacked
+
+cpu = kernels.backend("cpu", "cpu")
+
+
+def _repacked(rows: int, out: int, bits: int, group_size: int = 32) -> Repacked:
+    random = torch.Generator().manual_seed(bits)
+    groups = -(-rows // group_size)
+    codes = torch.randint(0, 1 << bits, (rows, out), dtype=torch.uint8, generator=random)
+    scales = (torch.randn(groups, out, generator=random) * 0.01).to(torch.float16)
+    zeros = torch.randint(0, 1 << bits, (groups, out), dtype=torch.uint8, generator=random)
+    return cpu.gptq_repack(GptqWeight(cpu.pack(codes, bits), scales, zeros, torch.arange(rows) // group_size, bits))
+
+
+def _inputs(m: int, rows: int) -> Tensor:
+    return torch.randn(m, rows, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_a_row_gets_the_same_bits_in_every_small_batch(bits: int) -> None:
+    repacked, x = _repacked(160, 96, bits), _inputs(FEW_ROWS, 160)
+    alone = torch.cat([cpu.gptq_matmul(row, repacked) for row in x.split(1)])
+    for m in (2, 3, 4, 5, FEW_ROWS):
+        assert torch.equal(cpu.gptq_matmul(x[:m], repacked), alone[:m])
+
+
+@pytest.mark.parametrize("m", [1, 3, FEW_ROWS + 1])
+def test_threads_change_no_bit(monkeypatch, m: int) -> None:
+    monkeypatch.setattr(jit, "LEAST_WORK", 1)
+    repacked, x = _repacked(96, 224, 3), _inputs(m, 96)
+    found = []
+    for threads in (1, 2, 3, 8):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(cpu.gptq_matmul(x, repacked))
+    assert all(torch.equal(result, found[0]) for result in found)
+
+
+def test_spread_covers_each_part_once_on_at_most_the_threads_of_torch(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    calls: list[tuple[int, int, str]] = []
+
+    def kernel(first: int, last: int, extra: str) -> None:
+        calls.append((first, last, extra))
+
+    jit.spread(kernel, 100, 8, 10**9, "extra")
+    assert sorted(calls) == [(0, 32, "extra"), (32, 64, "extra"), (64, 100, "extra")]
+    calls.clear()
+    jit.spread(kernel, 100, 8, 1, "extra")
+    assert calls == [(0, 100, "extra")]
+
+
+def test_spread_passes_on_what_a_thread_raised(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+    def kernel(first: int, last: int) -> None:
+        if first:
+            raise ValueError("in a thread")
+
+    with pytest.raises(ValueError, match="in a thread"):
+        jit.spread(kernel, 16, 8, 10**9)
+
+
+def test_many_callers_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(jit, "LEAST_WORK", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    repacked, x = _repacked(64, 64, 4), _inputs(4, 64)
+    expected, found = cpu.gptq_matmul(x, repacked), []
+    callers = [threading.Thread(target=lambda: found.append(cpu.gptq_matmul(x, repacked))) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(found) == 8
+    assert all(torch.equal(result, expected) for result in found)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_planes_take_no_more_than_the_codes(bits: int) -> None:
+    repacked = _repacked(96, 64, bits, group_size=96)
+    assert isinstance(repacked, Planes)
+    (section,) = repacked.sections
+    assert section.low.nbytes + section.high.nbytes == 96 * 64 * bits // 8
+    assert repacked.rest.words.numel() == 0
+
+
+def test_large_planes_begin_at_a_huge_page() -> None:
+    plane = empty_plane(8, 2048, 2048)
+    assert plane.nbytes >= HUGE_PAGE
+    plane[...] = 1
+    assert plane.ctypes.data % HUGE_PAGE == 0
+    assert int(plane.sum(dtype=np.int64)) == plane.size
+
+
+def test_non_contiguous_inputs() -> None:
+    repacked, x = _repacked(64, 64, 4), _inputs(64, 4).t()
+    assert torch.equal(cpu.gptq_matmul(x, repacked), cpu.gptq_matmul(x.contiguous(), repacked))
+
+
+def test_no_rows() -> None:
+    assert cpu.gptq_matmul(torch.empty(0, 64), _repacked(64, 96, 4)).shape == (0, 96)
