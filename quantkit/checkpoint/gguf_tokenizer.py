@@ -6,21 +6,28 @@ of merges: the piece of higher score is joined first, which is a list of merges 
 """
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.checkpoint.gguf_header import DAMAGED, Metadata
+from quantkit.checkpoint.gguf_header import Metadata
+from quantkit.checkpoint.gguf_vocabulary import (
+    BYTE,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    Vocabulary,
+    contradiction,
+    read_vocabulary,
+)
 from quantkit.checkpoint.header import shown
-from quantkit.errors import CheckpointError, UnsupportedModel
+from quantkit.errors import UnsupportedModel
 
 Json = dict[str, Any]
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
-ROLES = ("bos", "eos", "unknown", "padding", "eot", "eom")
 SPACE = "\u2581"  # how SentencePiece writes a space
 ORIGINAL = "start from the original Hugging Face checkpoint of this model"
+HF_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name → GGUF name
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +73,6 @@ PRE_TOKENIZERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """Tokens and their types by id, and the ids that have a role."""
-
-    tokens: Sequence[str]
-    types: Sequence[int]
-    roles: dict[str, int]
-
-    def text(self, role: str) -> str | None:
-        return self.tokens[self.roles[role]] if role in self.roles else None
-
-    def added_tokens(self) -> list[Json]:
-        """Tokens that are cut out of a text before all else: control tokens, a user's own, and those with a role."""
-        roles = set(self.roles.values())
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        return [
-            {"id": index, "content": token, **flags, "special": kind != USER_DEFINED or index in roles}
-            for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind in {UNKNOWN, CONTROL, USER_DEFINED} or index in roles
-        ]
-
-
 def rebuild(metadata: Metadata, vocab_size: int, context_length: int) -> ImportedTokenizer:
     """The tokenizer of a model whose embedding has `vocab_size` rows; it has been loaded once when this returns.
 
@@ -104,7 +89,7 @@ def rebuild(metadata: Metadata, vocab_size: int, context_length: int) -> Importe
             f"metadata `tokenizer.ggml.model` is {shown(model)}, expected gpt2 or llama", hint=ORIGINAL
         )
     _check_loads(tokenizer)
-    ids = {f"{name}_token_id": vocabulary.roles.get(role) for name, role in _HF_ROLES.items() if name != "unk"}
+    ids = {f"{name}_token_id": vocabulary.roles.get(role) for name, role in HF_ROLES.items() if name != "unk"}
     return ImportedTokenizer(
         tokenizer,
         _tokenizer_config(metadata, vocabulary, context_length),
@@ -112,30 +97,6 @@ def rebuild(metadata: Metadata, vocab_size: int, context_length: int) -> Importe
         {key: index for key, index in ids.items() if index is not None},
         kind,
     )
-
-
-_HF_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-
-
-def read_vocabulary(metadata: Metadata, vocab_size: int) -> Vocabulary:
-    """The token lists, checked against each other and against the embedding."""
-    tokens = metadata.texts("tokenizer.ggml.tokens")
-    types = [NORMAL] * len(tokens)
-    if "tokenizer.ggml.token_type" in metadata:
-        types = metadata.integers("tokenizer.ggml.token_type")
-    if len(types) != len(tokens):
-        raise _contradiction(f"`tokenizer.ggml.token_type` has {len(types)} entries for {len(tokens)} tokens")
-    if len(tokens) > vocab_size:
-        raise _contradiction(f"`tokenizer.ggml.tokens` has {len(tokens)} tokens for {vocab_size} rows of the embedding")
-    token, times = Counter(tokens).most_common(1)[0] if tokens else ("", 0)
-    if times != 1:
-        raise _contradiction(f"`tokenizer.ggml.tokens` has {shown(token)} {times} times, expected every token once")
-    keys = {role: f"tokenizer.ggml.{role}_token_id" for role in ROLES}
-    roles = {role: metadata.integer(key) for role, key in keys.items() if key in metadata}
-    for role, index in roles.items():
-        if not 0 <= index < len(tokens):
-            raise _contradiction(f"`{keys[role]}` is {index}, expected less than {len(tokens)}, the number of tokens")
-    return Vocabulary(tokens, types, roles)
 
 
 def byte_level_bpe(metadata: Metadata, vocabulary: Vocabulary) -> Json:
@@ -172,7 +133,7 @@ def sentencepiece_bpe(metadata: Metadata, vocabulary: Vocabulary) -> Json:
     if unknown is None and UNKNOWN in vocabulary.types:
         unknown = vocabulary.tokens[vocabulary.types.index(UNKNOWN)]
     if unknown is None and not bytewise:
-        raise _contradiction("`tokenizer.ggml.tokens` has neither bytes nor an unknown token for what it lacks")
+        raise contradiction("`tokenizer.ggml.tokens` has neither bytes nor an unknown token for what it lacks")
     prefixed = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     prepend = [{"type": "Prepend", "prepend": SPACE}] if prefixed else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
@@ -197,7 +158,7 @@ def _merges(metadata: Metadata) -> list[list[str]]:
     merges = [merge.split(" ") for merge in metadata.texts("tokenizer.ggml.merges")]
     for merge in merges:
         if len(merge) != 2:
-            raise _contradiction(f"`tokenizer.ggml.merges` has {shown(' '.join(merge))}, expected two tokens")
+            raise contradiction(f"`tokenizer.ggml.merges` has {shown(' '.join(merge))}, expected two tokens")
     return merges
 
 
@@ -207,7 +168,7 @@ def _merges_by_score(vocabulary: Vocabulary, scores: Sequence[float]) -> list[li
     Source: SentencePiece BPE joins the neighbours whose union has the highest score, over and over.
     """
     if len(scores) != len(vocabulary.tokens):
-        raise _contradiction(f"`tokenizer.ggml.scores` has {len(scores)} entries for {len(vocabulary.tokens)} tokens")
+        raise contradiction(f"`tokenizer.ggml.scores` has {len(scores)} entries for {len(vocabulary.tokens)} tokens")
     pieces = {
         token: index
         for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
@@ -257,7 +218,7 @@ def _frame(metadata: Metadata, vocabulary: Vocabulary, *, adds_bos: bool) -> Jso
     texts = {role: vocabulary.text(role) for role, on in adds.items() if on}
     for role, text in texts.items():
         if text is None:
-            raise _contradiction(f"`tokenizer.ggml.add_{role}_token` is true without `tokenizer.ggml.{role}_token_id`")
+            raise contradiction(f"`tokenizer.ggml.add_{role}_token` is true without `tokenizer.ggml.{role}_token_id`")
     if not texts:
         return None
 
@@ -277,7 +238,7 @@ def _tokenizer_config(metadata: Metadata, vocabulary: Vocabulary, context_length
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
     }
-    config |= {f"{name}_token": vocabulary.text(role) for name, role in _HF_ROLES.items() if role in vocabulary.roles}
+    config |= {f"{name}_token": vocabulary.text(role) for name, role in HF_ROLES.items() if role in vocabulary.roles}
     key = "tokenizer.chat_template"
     templates = {"default": metadata.text(key)} if key in metadata else {}
     named = metadata.texts(f"{key}s") if f"{key}s" in metadata else []
@@ -306,8 +267,4 @@ def _check_loads(tokenizer: Json) -> None:
     try:
         Tokenizer.from_str(json.dumps(tokenizer))
     except Exception as error:  # the library knows no other class; a merge of unknown tokens ends here, for one
-        raise _contradiction(f"`tokenizer.ggml.*` gives no tokenizer: {error}") from error
-
-
-def _contradiction(message: str) -> CheckpointError:
-    return CheckpointError(f"metadata {message}", hint=DAMAGED)
+        raise contradiction(f"`tokenizer.ggml.*` gives no tokenizer: {error}") from error
