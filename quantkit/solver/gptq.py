@@ -103,11 +103,11 @@ class _Rounding:
         self.q[start:end] = q
         self._errors[start:end] = errors
         # (B E)_j = t_j - ŵ_j, what rounding alone did to row j, and (B W)_j: D weighs the squares of both.
-        pivots = self.factor.pivots[start:end].double()
         missed = torch.addmm(target - rows, square, errors)
         whole = self.factor.lower[start:end, :end] @ self.weight[:end]
-        self._lost += pivots @ missed.double().square()
-        self._energy += pivots @ whole.double().square()
+        pivots = self.factor.pivots[start:end, None]
+        self._lost += _column_squares(missed, pivots)
+        self._energy += _column_squares(whole, pivots)
 
     def relative_errors(self) -> list[float]:
         """tr(Eᵀ H E) / tr(Wᵀ H W) of each weight, without the ridge that damping put into B and D."""
@@ -161,9 +161,10 @@ def _round_to_nearest(weight: Tensor, codec: Codec) -> Solution:
     return Solution(codes, _ratio(lost, _column_squares(weight).sum()))
 
 
-def _column_squares(matrix: Tensor) -> Tensor:
-    """float64 [out], block by block: a float64 copy of the whole would double the memory of the solve."""
-    return torch.stack([rows.double().square().sum(0) for rows in matrix.split(BLOCK_ROWS)]).sum(0)
+def _column_squares(matrix: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Σ_j weights[j] · matrix[j]² for each column, float64 [out] of float32 sums."""
+    squares = matrix.square()
+    return (squares if weights is None else squares.mul_(weights)).sum(0).double()
 
 
 def _ratio(lost: Tensor, energy: Tensor) -> float:
