@@ -55,7 +55,7 @@ def _symmetric(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     half = 1 << bits - 1
     positive = torch.maximum(-low / half, high / (half - 0.5))
     negative = torch.maximum(high / half, -low / (half - 0.5))
-    scales = torch.stack((_storable(positive), -_storable(negative)))
+    scales = torch.stack((_covering(positive), -_covering(negative)))
     return scales, torch.full_like(scales, half, dtype=torch.int32)
 
 
@@ -65,13 +65,13 @@ def _asymmetric(low: Tensor, high: Tensor, top: int, least_zero: int) -> tuple[T
     zeros = torch.stack((exact.floor(), exact.ceil())).clamp(least_zero, top)
     steps = torch.maximum(-low / (zeros + 0.5), high / (top - zeros + 0.5))
     nearest = (zeros - exact).abs() <= 0.5  # the usual min-max grid: both ends off by at most half a step
-    return _storable(torch.where(nearest, (high - low) / top, steps)), zeros.to(torch.int32)
+    return _covering(torch.where(nearest, (high - low) / top, steps)), zeros.to(torch.int32)
 
 
 def _stretched(scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
     """The plain grids [2, out] and, after them, each multiplied by every factor of SHRINK."""
     factors = SHRINK.to(scales.device)[:, None, None]
-    stretched = scales.sign() * _storable(scales.abs() * factors)
+    stretched = scales.sign() * _nearest(scales.abs() * factors)
     return torch.cat((scales, stretched.flatten(0, 1))), zeros.repeat(1 + len(SHRINK), 1)
 
 
@@ -85,6 +85,13 @@ def _cheapest(rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, t
     return backend.grid_error(rows, importance, scales, zeros, top).argmin(0)
 
 
-def _storable(scale: Tensor) -> Tensor:
+def _nearest(scale: Tensor) -> Tensor:
     """Positive scales as the file will hold them: rounded to float16 and kept away from 0 and infinity."""
     return scale.clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float16).to(torch.float32)
+
+
+def _covering(scale: Tensor) -> Tensor:
+    """Positive scales rounded up to float16. Rounded down, a subnormal one could leave out a third of its range."""
+    rounded = _nearest(scale).to(torch.float16)
+    above = (rounded.view(torch.int16) + 1).view(torch.float16)
+    return torch.where((rounded < scale) & (rounded < LARGEST_SCALE), above, rounded).to(torch.float32)
