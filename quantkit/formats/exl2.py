@@ -185,8 +185,10 @@ def _layout(name: str, q_groups: Tensor, packed_rows: int) -> Layout:
 
 def _order(name: str, q_invperm: Tensor, rows: int) -> Tensor:
     """int64 [in]: the input feature of each stored row."""
-    if q_invperm.shape != (rows,) or rows > MOST_IN_FEATURES:
+    if q_invperm.shape != (rows,):
         raise _refusal(name, "q_invperm", f"{rows} numbers, one for each row of `q_groups`", q_invperm)
+    if rows > MOST_IN_FEATURES:
+        raise FormatError(f"`{name}.q_invperm`: {rows} inputs are more than the {MOST_IN_FEATURES} that EXL2 can order")
     order = q_invperm.argsort()
     if not torch.equal(q_invperm[order].to(torch.int64), torch.arange(rows, device=order.device)):
         raise FormatError(f"`{name}.q_invperm` is no permutation of 0 … {rows - 1}", hint=DAMAGED)
