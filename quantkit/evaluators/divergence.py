@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.evaluators.perplexity import Perplexity, batches, negative_log_likelihood, predictions
+from quantkit.evaluators.perplexity import Perplexity, batches, predictions
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress, Silent
 
@@ -59,7 +59,7 @@ def compare(
                 for (left, right), targets in predictions([reference, candidate], ids, first)
             ]
             parts.append(tuple(torch.cat(kind, dim=1) for kind in zip(*pieces, strict=True)))
-            task.advance(len(ids), note=f"KL {float(parts[-1][0].mean()):.5f} in this window")
+            task.advance(len(ids), note=f"KL {float(torch.cat([kl for kl, *_ in parts]).mean()):.5f}")
     divergence, agrees, loss_reference, loss_candidate = (torch.cat(kind) for kind in zip(*parts, strict=True))
     p90, p99 = np.percentile(divergence.numpy(), [90, 99]).tolist()
     return Divergence(
@@ -109,6 +109,7 @@ def _compare_piece(reference: Tensor, candidate: Tensor, targets: Tensor) -> tup
     left = reference.double().log_softmax(-1)
     right = candidate.to(reference.device).double().log_softmax(-1)
     divergence = (left.exp() * (left - right)).sum(-1)
-    agrees = reference.argmax(-1) == candidate.argmax(-1).to(reference.device)
-    loss_reference, loss_candidate = (negative_log_likelihood(logits, targets) for logits in (reference, candidate))
-    return divergence.cpu(), agrees.cpu(), loss_reference, loss_candidate
+    agrees = left.argmax(-1) == right.argmax(-1)
+    chosen = targets.to(reference.device)[..., None]
+    loss_reference, loss_candidate = (-likely.gather(-1, chosen)[..., 0] for likely in (left, right))
+    return divergence.cpu(), agrees.cpu(), loss_reference.cpu(), loss_candidate.cpu()

@@ -22,7 +22,7 @@ from quantkit.runtime.finite import locate, require_finite
 
 BATCH_TOKENS = 2048
 """Short windows go through the model together, up to this many tokens."""
-LOGIT_BYTES = 32 << 20
+LOGIT_BYTES = 16 << 20
 """Memory for one piece of float32 logits."""
 
 
