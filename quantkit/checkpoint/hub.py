@@ -39,7 +39,7 @@ def fetch(hub_id: str, *, offline: bool = False) -> Path:
         listing = library.HfApi().model_info(hub_id)
         wanted = choose(hub_id, [file.rfilename for file in listing.siblings])
         patterns = [glob.escape(name) for name in wanted]
-        return Path(library.snapshot_download(hub_id, revision=listing.sha, allow_patterns=patterns))
+        return Path(library.snapshot_download(hub_id, allow_patterns=patterns))
     except CheckpointError:
         raise
     except Exception as error:
