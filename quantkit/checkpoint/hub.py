@@ -74,6 +74,7 @@ def choose(hub_id: str, names: list[str]) -> list[str]:
 def _library(hub_id: str) -> ModuleType:
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError as error:
         raise CheckpointError(

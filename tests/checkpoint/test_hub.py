@@ -3,6 +3,8 @@
 import hashlib
 import http.server
 import json
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -176,12 +178,15 @@ def test_a_model_that_is_not_given(tmp_path: Path, server: Hub, status: int, mes
     assert str(error.hint).startswith(hint)
 
 
-def test_no_hub_at_all(server: Hub) -> None:
-    server.shutdown()
-    server.server_close()
-    error = refusal(lambda: open_checkpoint("org/tiny"))
-    assert error.message.startswith("`org/tiny` is no folder here, and the hub failed: ")
-    assert "HF_HUB_OFFLINE=1" in str(error.hint)
+def test_no_hub_at_all(tmp_path: Path) -> None:
+    """In a fresh process, where nothing but the reader imports the library."""
+    script = "import quantkit\ntry:\n    quantkit.open_checkpoint('org/tiny')\nexcept Exception as e:\n    print(e, e.hint)"
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.startswith("`org/tiny` is no folder here, and the hub failed: ")
+    assert "Connection refused" in done.stdout
+    assert "HF_HUB_OFFLINE=1" in done.stdout
 
 
 def test_pickles_are_refused_before_they_are_fetched(tmp_path: Path, server: Hub) -> None:
