@@ -52,7 +52,7 @@ class Scored:
     def rows(self, score: Perplexity) -> list[list[str]]:
         return [
             ["text", self.source],
-            ["windows", f"{score.windows} of {self.length} tokens: {score.tokens} of {self.text_tokens}"],
+            ["windows", f"{score.windows} of {self.length} tokens: {score.tokens} of the text's {self.text_tokens}"],
             ["scored", f"{score.predictions} predictions"],
             ["convention", CONVENTION],
             ["BOS", "yes, in front of every window" if self.bos else "no"],
@@ -212,7 +212,11 @@ def _cut(settings: TextSettings, ids: Sequence[int], tokenizer: Tokenizer, conte
     if settings.bos and tokenizer.bos_id is None:
         raise RequestError(f"`{tokenizer.folder}` names no BOS token", hint="leave out `--bos`")
     count = settings.windows or (ENDLESS_WINDOWS if settings.dataset in ENDLESS else None)
-    return cut_windows(ids, settings.length, count, context, tokenizer.bos_id if settings.bos else None)
+    if not settings.bos:
+        return cut_windows(ids, settings.length, count, context)
+    if list(ids[:1]) == [tokenizer.bos_id]:  # spelled out in the text: it still gets one only
+        ids = ids[1:]
+    return cut_windows(ids, settings.length, count, context, tokenizer.bos_id)
 
 
 def _first(settings: TextSettings) -> int:

@@ -91,6 +91,8 @@ def run(
     generator = Generator(load_model(checkpoint, placement.device, placement.dtype), tokenizer)
     generator.warm_up(request)
     load_seconds = time.perf_counter() - start
+    for note in checkpoint.notes:
+        progress.say(note)
     if not tokenizer.eos_ids and not settings.ignore_eos:
         progress.say(f"`{folder}` names no end-of-text token: generating all {settings.max_new_tokens} tokens")
     completion = generator.run(request, lambda delta: on_text(delta.text))

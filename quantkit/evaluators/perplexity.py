@@ -1,4 +1,4 @@
-"""Perplexity of a model over windows of text, in the convention of the GPTQ papers' evaluation.
+"""Perplexity of a model over windows of text, in the convention of the GPTQ paper (arXiv:2210.17323, section 4).
 
 Tokens of the whole text are cut into windows that do not overlap, a last partial one is dropped, each window stands
 for itself from position 0, and the `L - 1` next-token predictions inside it are scored. perplexity = exp(mean negative
@@ -30,10 +30,10 @@ LOGIT_BYTES = 16 << 20
 class Perplexity:
     """The score of one model.
 
-    mean_nll    mean negative log-likelihood of the scored predictions, in nats
-    tokens      tokens covered: windows times length
-    predictions next-token predictions scored
-    window_nll  the mean of each window
+    mean_nll     mean negative log-likelihood of the scored predictions, in nats
+    tokens       tokens covered: windows times length
+    predictions  next-token predictions scored
+    window_nll   the mean of each window
     """
 
     mean_nll: float
@@ -81,11 +81,7 @@ def cut_windows(
     if there < (windows or 1):
         raise CalibrationError(
             f"the text has {len(ids)} tokens, which makes {there} windows of {length}; {windows or 1} asked for",
-            hint=f"--windows {there}"
-            if there
-            else f"--length {len(ids)}, or a longer text"
-            if len(ids) > 1
-            else "pass a longer text",
+            hint=f"--windows {there}" if there else f"a longer text, or --length {max(2, len(ids))} at most",
         )
     count = windows or there
     rows = torch.tensor(ids[: count * length], dtype=torch.int64).reshape(count, length)

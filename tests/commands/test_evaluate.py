@@ -108,6 +108,15 @@ def test_bos_is_put_in_front_only_when_asked_for(tmp_path, texts):
     )
 
 
+def test_a_text_that_begins_with_the_bos_gets_it_once(tmp_path, folder, texts):
+    (tmp_path / "bos.txt").write_text("<s>" + (texts / "rows.txt").read_text(encoding="utf-8"), encoding="utf-8")
+    once, expected = (
+        perplexity(folder, tmp_path / "bos.txt", bos=True),
+        perplexity(folder, texts / "rows.txt", bos=True),
+    )
+    assert once.score == expected.score
+
+
 def test_bos_of_a_model_that_has_none(tmp_path, texts):
     folder = tiny.write_model(tmp_path / "model", bos_token_id=None)
     (folder / "tokenizer_config.json").write_text("{}")
