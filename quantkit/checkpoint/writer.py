@@ -10,7 +10,7 @@ Leaving the block in any other way than after `finish` leaves nothing behind; se
 
 import errno
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -90,11 +90,13 @@ class CheckpointWriter:
         config: Mapping[str, Any],
         side_files: Iterable[Path] = (),
         extra_json: Mapping[str, Mapping[str, Any]] | None = None,
+        check: Callable[[Path], None] | None = None,
     ) -> list[Path]:
         """Writes what is not weights and puts the folder in its place. Returns its files.
 
         side_files  copied under their own names, a folder with its files; see `Checkpoint.side_files`
         extra_json  file name → content of files that are made anew; these win over side files of the same name
+        check       called with the complete folder before it takes its place; what it raises keeps it from that
         Raises CheckpointError; then nothing is left, and a folder that was there before is as it was.
         """
         documents = {"config.json": config, **(extra_json or {})}
@@ -109,6 +111,8 @@ class CheckpointWriter:
             for file in side_files:
                 if file.name not in documents:
                     _copy(file, self._folder.working)
+            if check is not None:
+                check(self._folder.working)
             self._folder.put_in_place()
         return sorted(path for path in self._folder.path.rglob("*") if path.is_file())
 

@@ -1,0 +1,61 @@
+"""Receipt: what was handed to a writer, kept as digests, to be compared with what is read back from the disk.
+
+    receipt = Receipt()
+    receipt.add("model.norm.weight", tensor)                    # the bytes that a file must have
+    receipt.add_weight("model.layers.0.mlp.up_proj", weight)    # what the reader must make of them
+    receipt.check(open_checkpoint(folder))
+
+The digests are 32 bytes a tensor, so a model of any size can be checked.
+"""
+
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import GateError
+
+HINT = "the disk or the memory of this machine may be faulty; run the command again"
+
+
+class Receipt:
+    """Digests of tensors by name, and of the weights they stand for by linear."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, bytes] = {}
+        self._weights: dict[str, bytes] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A tensor as it is written."""
+        self._tensors[name] = _digest(tensor)
+
+    def add_weight(self, linear: str, weight: Tensor) -> None:
+        """The weight `[in, out]` that the tensors of a linear must decode to, in any float dtype: float16 is compared."""
+        self._weights[linear] = _digest_of_values(weight)
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raises GateError, naming the tensor and its file, unless all of it and nothing else is in `checkpoint`."""
+        differing = self._tensors.keys() ^ set(checkpoint.names())
+        for name in sorted(differing):
+            what = "is missing from" if name in self._tensors else "was not written, yet it is in"
+            raise GateError(f"read back: tensor `{name}` {what} the result", hint=HINT)
+        for name, digest in self._tensors.items():
+            if _digest(checkpoint.tensor(name)) != digest:
+                file = checkpoint.info(name).file.name
+                raise GateError(f"read back: tensor `{name}` in `{file}` is not what was written", hint=HINT)
+        for name, digest in self._weights.items():
+            if _digest_of_values(checkpoint.linear(name).dequantize()) != digest:
+                raise GateError(f"read back: `{name}` does not decode to the weight that was solved", hint=HINT)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    digest = sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    digest.update(plain.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _digest_of_values(weight: Tensor) -> bytes:
+    """Of the float16 values: a zero is a zero, whatever its sign."""
+    return _digest(weight.to(torch.float16) + 0.0)
