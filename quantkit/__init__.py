@@ -12,6 +12,7 @@ from quantkit.version import VERSION as __version__
 _HOMES = {
     "open_checkpoint": "quantkit.checkpoint.reader",
     "load": "quantkit.runtime.load",
+    "quantize": "quantkit.commands.quantize",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -6,6 +6,7 @@ from quantkit.cli.convert import convert
 from quantkit.cli.doctor import doctor
 from quantkit.cli.evaluate import evaluate
 from quantkit.cli.generate import generate
+from quantkit.cli.quantize import quantize
 from quantkit.version import VERSION
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
     pass
 
 
+app.command()(quantize)
 app.add_typer(convert, name="convert")
 app.add_typer(evaluate, name="eval")
 app.command()(generate)

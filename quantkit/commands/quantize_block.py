@@ -1,0 +1,182 @@
+"""One block: run it over the calibration text, gather the Hessians of its inputs, solve its linears.
+
+All Hessians of a block come from the block as it is before anything in it is rounded, so one pass is enough; where
+they would not fit into `HESSIAN_BYTES` together, they are gathered in several passes with the same result. An expert
+that saw too few tokens for a Hessian of its own is solved with that of all experts of the block.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.hessian import CHUNK_TOKENS, TOKEN_SHARE, Hessian
+from quantkit.calibration.stream import ActivationStream
+from quantkit.commands.quantize_report import LinearResult
+from quantkit.errors import FormatError, GateError
+from quantkit.formats.codec import Codec, StoredTensor
+from quantkit.models.architecture import Stage
+from quantkit.models.linear import Linear
+from quantkit.models.transformer import Block, Rotary
+from quantkit.plan import Plan, kind_of
+from quantkit.solver.gptq import solve_together
+from quantkit.solver.inverse import DAMPING, Factor, factor
+
+HESSIAN_BYTES = 2 << 30
+FEWEST_TOKENS_PER_INPUT = 0.25
+"""An expert with fewer tokens than a quarter of its input features gets the Hessian of all experts of its block."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SolvedLinear:
+    """What goes to the disk, the float32 weight `[in, out]` that it must decode to, and what the report says of it."""
+
+    stored: StoredTensor
+    weight: Tensor
+    result: LinearResult
+
+
+def solve_block(
+    block: Block, stream: ActivationStream, rotary: Rotary, plan: Plan, codec: Codec
+) -> Iterator[SolvedLinear]:
+    """Solve the linears of `block` that are to be quantized, stage after stage. The block itself is not changed.
+
+    Raises CalibrationError for inputs that are not finite, FormatError for weights that the codec cannot hold.
+    """
+    linears = block.linears
+    stages = _planned_stages(block, plan)
+    siblings = Counter(kind_of(stage.name) for stage in stages)
+    pools: dict[str, _Pool] = {}
+    starved: list[tuple[Stage, int]] = []
+    for part in _passes(stages, linears):
+        observed = _observe(block, part, stream, rotary)
+        for stage in part:
+            kind, (hessian, tokens) = kind_of(stage.name), observed.pop(stage.name)
+            if siblings[kind] > 1:
+                pools.setdefault(kind, _Pool()).add(hessian, tokens)
+                if tokens < FEWEST_TOKENS_PER_INPUT * linears[stage.linears[0]].in_features:
+                    starved.append((stage, tokens))
+                    continue
+            found = None if hessian is None else factor(hessian, name=stage.linears[0])
+            del hessian
+            yield from _solve_stage(linears, stage.linears, found, codec, tokens, found and found.fallback)
+    for stage, tokens in starved:
+        shared = pools[kind_of(stage.name)].mean()
+        found = None if shared is None else factor(shared, name=stage.linears[0])
+        instead = "rounded to nearest" if found is None else "solved with the inputs of all experts of its block"
+        reason = f"only {tokens} calibration tokens reached this expert: {instead}"
+        yield from _solve_stage(linears, stage.linears, found, codec, tokens, reason)
+
+
+class _Pool:
+    """The mean Hessian of sibling stages, each counted by its tokens."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._tokens = 0
+
+    def add(self, hessian: Tensor | None, tokens: int) -> None:
+        if hessian is not None:
+            self._sum = torch.zeros_like(hessian) if self._sum is None else self._sum
+            self._sum.add_(hessian, alpha=tokens)
+            self._tokens += tokens
+
+    def mean(self) -> Tensor | None:
+        return None if self._sum is None else self._sum / self._tokens
+
+
+def _planned_stages(block: Block, plan: Plan) -> list[Stage]:
+    """The stages of a block without the linears that stay dense."""
+    planned = {linear.name for linear in plan.quantized}
+    kept = (Stage(stage.name, tuple(name for name in stage.linears if name in planned)) for stage in block.stages())
+    return [stage for stage in kept if stage.linears]
+
+
+def _passes(stages: Sequence[Stage], linears: Mapping[str, Linear]) -> Iterator[list[Stage]]:
+    """Stages whose Hessians fit into memory together."""
+    part: list[Stage] = []
+    held = 0
+    for stage in stages:
+        features = linears[stage.linears[0]].in_features
+        size = 4 * features * (features + CHUNK_TOKENS)
+        if part and held + size > HESSIAN_BYTES:
+            yield part
+            part, held = [], 0
+        part.append(stage)
+        held += size
+    if part:
+        yield part
+
+
+def _observe(
+    block: Block, stages: Sequence[Stage], stream: ActivationStream, rotary: Rotary
+) -> dict[str, tuple[Tensor | None, int]]:
+    """One pass over the calibration text: the Hessian of each stage, None where no token reached it, and the tokens."""
+    linears = block.linears
+    hessians: dict[str, Hessian] = {}
+    for stage in stages:
+        first = linears[stage.linears[0]]
+        hessians[stage.name] = Hessian(first.in_features, first.name, token_share=TOKEN_SHARE, device=first.device)
+    tokens: Counter[str] = Counter()
+
+    def observe(stage: Stage, x: Tensor) -> None:
+        if stage.name in hessians:
+            hessians[stage.name].add(x)
+            tokens[stage.name] += len(x)
+
+    for hidden in stream.batches():
+        block.forward(hidden, rotary, observe=observe)
+    return {name: (hessian.finish() if tokens[name] else None, tokens[name]) for name, hessian in hessians.items()}
+
+
+def _solve_stage(
+    linears: Mapping[str, Linear],
+    names: Sequence[str],
+    found: Factor | None,
+    codec: Codec,
+    tokens: int,
+    fallback: str | None,
+) -> Iterator[SolvedLinear]:
+    """Linears that read one input, solved side by side."""
+    with _naming(names[0]):
+        solutions = solve_together([linears[name].weight() for name in names], found, codec)
+    for name, solution in zip(names, solutions, strict=True):
+        with _naming(name):
+            stored = codec.encode(solution.codes, linears[name].stored.bias)
+        _require_finite(name, stored, solution.error)
+        result = LinearResult(
+            name=name,
+            bits=solution.codes.layout.groups[0].bits,
+            bits_per_weight=stored.bits_per_weight,
+            error=solution.error,
+            tokens=tokens,
+            damping=None if found is None else found.damping,
+            extra_damping=found is not None and found.damping > DAMPING,
+            dead_inputs=0 if found is None else found.dead_inputs,
+            fallback=fallback,
+        )
+        yield SolvedLinear(stored, solution.codes.dequantize(), result)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """A codec knows no names: what it refuses gets that of the linear."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(f"`{name}`: {error.message}", hint=error.hint) from error
+
+
+def _require_finite(name: str, stored: StoredTensor, error: float) -> None:
+    for suffix, tensor in stored.tensors().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise FormatError(
+                f"`{name}.{suffix}` has values beyond ±65504, which float16 cannot hold",
+                hint="leave this model unquantized, or look for a version with smaller weights",
+            )
+    if not math.isfinite(error):
+        raise GateError(f"the error of `{name}` after quantizing is {error}", hint="use `--dtype fp32`")

@@ -1,0 +1,195 @@
+"""What `quantkit quantize` says at its end: bits, errors, damage, cost, and everything that was not ideal.
+
+Keys of `--json` are the field names below; `linears` has one object for each quantized linear.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.plan import Plan, kind_of
+
+
+@dataclass(frozen=True, slots=True)
+class LinearResult:
+    """One quantized linear.
+
+    error         Hessian-weighted squared error relative to the weighted square of the weight: what its outputs lose
+    tokens        calibration tokens its Hessian was made of; an expert counts those routed to it
+    damping       added to the diagonal of the Hessian, relative to its mean; None without a Hessian
+    extra_damping the Hessian could not be factored with the usual damping
+    dead_inputs   input features that were zero in all tokens
+    fallback      what replaced the linear's own Hessian, in words; None where nothing did
+    """
+
+    name: str
+    bits: int
+    bits_per_weight: float
+    error: float
+    tokens: int
+    damping: float | None
+    extra_damping: bool
+    dead_inputs: int
+    fallback: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Which text the Hessians come from, and in which arithmetic the model ran over it."""
+
+    source: str
+    rows: int
+    length: int
+    seed: int
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """The result against the original on text that calibration never saw, both in float32."""
+
+    windows: int
+    tokens: int
+    perplexity_reference: float
+    perplexity_candidate: float
+    kl_mean: float
+    kl_ci95: tuple[float, float] | None
+    top1_agreement: float
+    prompt: str
+    answer: str
+
+    def rows(self) -> list[list[str]]:
+        """Name and figure, for people."""
+        interval = "" if self.kl_ci95 is None else " ({:.4f} to {:.4f})".format(*self.kl_ci95)
+        return [
+            ["held-back text", f"{self.windows} windows, {self.tokens} tokens"],
+            ["perplexity before", f"{self.perplexity_reference:.3f}"],
+            ["perplexity after", f"{self.perplexity_candidate:.3f}"],
+            ["mean KL", f"{self.kl_mean:.4f}{interval}"],
+            ["same likeliest token", f"{self.top1_agreement:.1%}"],
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Wall and processor seconds of quantizing and of measuring the damage; the peak is that of the whole process."""
+
+    seconds: float
+    cpu_seconds: float
+    evaluation_seconds: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    """The result of one run. `size_bytes` counts the weight files; `parameters` all weights of the model."""
+
+    out: Path
+    format: str
+    settings: dict[str, Any]
+    backend: str
+    plan: Plan
+    linears: tuple[LinearResult, ...]
+    parameters: int
+    size_bytes: int
+    calibration: Calibration
+    cost: Cost
+    damage: Damage | None
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the blocks' linears: all stored bits, those left dense and side data included."""
+        return self.plan.bits_per_weight
+
+    @property
+    def file_bits_per_weight(self) -> float:
+        """Of the whole model: all bytes of the weight files."""
+        return self.size_bytes * 8 / self.parameters
+
+    def remarks(self) -> list[str]:
+        """Whatever was not ideal: dense linears, short groups, extra damping, dead inputs, fallbacks."""
+        degraded = (
+            (linear.name, text)
+            for linear in self.linears
+            for text in (
+                f"needed a damping of {linear.damping:.2g}" if linear.extra_damping else None,
+                f"{linear.dead_inputs} input features were always zero" if linear.dead_inputs else None,
+                linear.fallback,
+            )
+            if text
+        )
+        return [*self.plan.remarks(), *(f"`{name}`: {text}" for name, text in degraded)]
+
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Title, columns and rows of each table for people."""
+        tables = [
+            ("error by kind of linear", ["", "linears", "bits/weight", "mean", "worst", "in block"], self._kind_rows()),
+            (str(self.out), ["", ""], self.rows()),
+        ]
+        remarks = [[remark] for remark in self.remarks()]
+        return [("not ideal", ["remark"], remarks), *tables] if remarks else tables
+
+    def rows(self) -> list[list[str]]:
+        """Name and figure: the summary."""
+        text, cost = self.calibration, self.cost
+        rows = [
+            ["bits per weight, linears", f"{self.bits_per_weight:.3f}"],
+            ["bits per weight, whole model", f"{self.file_bits_per_weight:.3f}"],
+            ["size", f"{self.size_bytes / 2**20:.1f} MiB"],
+            ["linears", f"{len(self.plan.quantized)} quantized, {len(self.plan.dense)} left dense"],
+            ["calibration", f"{text.source}, {text.rows} × {text.length} tokens, {text.dtype}"],
+            ["time", f"{cost.seconds:.0f} s, {cost.cpu_seconds:.0f} s of processor"],
+            ["time to measure", f"{cost.evaluation_seconds:.0f} s"],
+            ["peak memory", f"{cost.peak_memory_bytes / 2**20:.0f} MiB"],
+        ]
+        return rows if self.damage is None else rows + self.damage.rows()
+
+    def _kind_rows(self) -> list[list[str]]:
+        rows = []
+        for kind, linears in _by_kind(self.linears):
+            worst = max(linears, key=lambda linear: linear.error)
+            rows.append(
+                [
+                    kind,
+                    str(len(linears)),
+                    f"{_mean(linear.bits_per_weight for linear in linears):.3f}",
+                    f"{_mean(linear.error for linear in linears):.5f}",
+                    f"{worst.error:.5f}",
+                    next(part for part in worst.name.split(".") if part.isdigit()),
+                ]
+            )
+        return rows
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it; the same keys whatever the run."""
+        return {
+            "out": str(self.out),
+            "format": self.format,
+            **self.settings,
+            "backend": self.backend,
+            "bits_per_weight": self.bits_per_weight,
+            "file_bits_per_weight": self.file_bits_per_weight,
+            "size_bytes": self.size_bytes,
+            "parameters": self.parameters,
+            "plan": self.plan.as_json(),
+            "errors": {kind: _mean(linear.error for linear in linears) for kind, linears in _by_kind(self.linears)},
+            "linears": [asdict(linear) for linear in self.linears],
+            "remarks": self.remarks(),
+            "calibration": asdict(self.calibration),
+            **asdict(self.cost),
+            "evaluation": None if self.damage is None else asdict(self.damage),
+        }
+
+
+def _by_kind(linears: Iterable[LinearResult]) -> list[tuple[str, list[LinearResult]]]:
+    kinds: dict[str, list[LinearResult]] = {}
+    for linear in linears:
+        kinds.setdefault(kind_of(linear.name), []).append(linear)
+    return list(kinds.items())
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / max(1, len(listed))

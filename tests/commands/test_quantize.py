@@ -1,0 +1,339 @@
+"""`commands.quantize` on tiny models of every family: what is written, what is said, what fails and how."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit import cli, kernels
+from quantkit.calibration import stream
+from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands import quantize_block, quantize_job
+from quantkit.commands.quantize import run
+from quantkit.commands.quantize_report import QuantizeReport
+from quantkit.errors import FormatError, GateError
+from quantkit.progress import Silent
+from quantkit.settings import QuantizeSettings
+
+IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(7))
+
+
+def quantize(model: Path, out: Path, **options) -> QuantizeReport:
+    settings = {"group_size": 32, "samples": 8, "length": 64, "evaluate": False, **options}
+    return run(QuantizeSettings(str(model), out, **settings), Silent())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("source") / "model", dtype="bfloat16")
+
+
+# What is written
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_family_is_quantized_and_loads_again(family: str, tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", family, num_hidden_layers=2)
+    report = quantize(source, tmp_path / "out", bits=8)
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    assert after.linears() == before.linears() == [linear.name for linear in report.plan.quantized]
+    assert {linear.name for linear in report.linears} == set(before.linears())
+    for name in before.linears():
+        kept = before.dense(name).float()
+        assert (after.dense(name).float() - kept).abs().max() < 0.02 * kept.abs().max()
+    untouched = set(before.names()) - {name for linear in before.linears() for name in before.tensors_of(linear)}
+    assert untouched <= set(after.names())
+    assert all(torch.equal(after.tensor(name), before.tensor(name)) for name in untouched)
+    reference, candidate = quantkit.load(source)(IDS), quantkit.load(tmp_path / "out")(IDS)
+    assert (reference - candidate).abs().mean() < 0.05 * reference.std()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, -1])
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("act_order", [True, False])
+def test_every_setting_is_written_as_planned(
+    bits: int, group_size: int, sym: bool, act_order: bool, model: Path, tmp_path: Path
+) -> None:
+    report = quantize(model, tmp_path / "out", bits=bits, group_size=group_size, sym=sym, act_order=act_order)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (written["bits"], written["group_size"]) == (bits, group_size)
+    assert (written["sym"], written["desc_act"]) == (sym, act_order)
+    assert written == json.loads((tmp_path / "out" / "quantize_config.json").read_text())
+    checkpoint = open_checkpoint(tmp_path / "out")
+    stored = sum(checkpoint.linear(name).stored_bits for name in checkpoint.linears())
+    assert stored == report.plan.stored_bits
+
+
+def test_more_bits_do_less_damage(model: Path, tmp_path: Path) -> None:
+    reference = quantkit.load(model)(IDS)
+
+    def damage(bits: int) -> float:
+        quantize(model, tmp_path / f"{bits}", bits=bits)
+        return float((quantkit.load(tmp_path / f"{bits}")(IDS) - reference).square().mean())
+
+    assert damage(8) < 0.1 * damage(4) < 0.1 * damage(2)
+
+
+def test_other_tensors_keep_their_dtype_and_biases_become_float16(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", "Qwen2ForCausalLM", dtype="bfloat16")
+    quantize(source, tmp_path / "out")
+    written = weights(tmp_path / "out")
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    assert written["model.norm.weight"].dtype == torch.bfloat16
+    assert torch.equal(written[bias], weights(source)[bias].to(torch.float16))
+
+
+def test_a_tied_embedding_is_written_once(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", tie_word_embeddings=True)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = quantize(source, tmp_path / "out")
+    written = weights(tmp_path / "out")
+    assert "lm_head.weight" not in written
+    assert torch.equal(written["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
+    assert report.parameters == sum(tensor.numel() for tensor in tensors.values()) - written["model.embed_tokens.weight"].numel()
+
+
+def test_side_files_go_along(model: Path, tmp_path: Path) -> None:
+    quantize(model, tmp_path / "out")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_what_cannot_be_quantized_stays_dense_and_the_config_says_so(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", intermediate_size=72)
+    report = quantize(source, tmp_path / "out")
+    assert {linear.kind for linear in report.plan.dense} == {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    assert any("mlp.gate_proj` (2×) stays dense" in remark for remark in report.remarks())
+    rules = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["dynamic"]
+    assert list(rules) == [
+        rf"-:^model\.layers\.\d+\.mlp\.{name}_proj$" for name in ("gate", "up", "down")
+    ]
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(weights(tmp_path / "out")[name], weights(source)[name])
+    quantkit.load(tmp_path / "out")(IDS)
+
+
+def test_a_short_last_group_is_quantized(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", intermediate_size=160)
+    report = quantize(source, tmp_path / "out", group_size=128)
+    assert [linear.kind for linear in report.plan.short] == ["mlp.down_proj"] * 2
+    assert open_checkpoint(tmp_path / "out").tensor("model.layers.0.mlp.down_proj.scales").shape == (2, 64)
+
+
+def test_nothing_to_quantize_is_an_error(tmp_path: Path) -> None:
+    source = tiny.write_model(
+        tmp_path / "model", hidden_size=72, intermediate_size=72, num_attention_heads=3, num_key_value_heads=3
+    )
+    with pytest.raises(FormatError, match="no linear that can be quantized"):
+        quantize(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_python_api_has_the_same_verb(model: Path, tmp_path: Path) -> None:
+    report = quantkit.quantize(
+        model, tmp_path / "out", bits=3, group_size=32, samples=4, length=32, evaluate=False
+    )
+    assert {linear.bits for linear in report.linears} == {3}
+
+
+# The same bytes
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def test_the_same_seed_gives_the_same_bytes(model: Path, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        for name, seed, count in (("a", 3, 1), ("b", 3, 2), ("c", 4, 1)):
+            torch.set_num_threads(count)
+            quantize(model, tmp_path / name, seed=seed)
+    finally:
+        torch.set_num_threads(threads)
+    a, b, c = (bytes_of(tmp_path / name) for name in "abc")
+    assert a == b
+    assert a["model.safetensors"] != c["model.safetensors"]
+
+
+def test_spilled_hidden_states_change_nothing(model: Path, tmp_path: Path, monkeypatch) -> None:
+    quantize(model, tmp_path / "memory")
+    spilled = []
+    put = stream._OnDisk.put
+    monkeypatch.setattr(stream._OnDisk, "put", lambda self, *args: (spilled.append(self._folder), put(self, *args)))
+    monkeypatch.setattr(quantize_job, "SPILL_BYTES", 0)
+    quantize(model, tmp_path / "disk")
+    assert set(spilled) == {tmp_path / ".disk.activations"}
+    assert bytes_of(tmp_path / "memory") == bytes_of(tmp_path / "disk")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "memory"]
+
+
+def test_hessians_in_several_passes_change_nothing(tmp_path: Path, monkeypatch) -> None:
+    source = tiny.write_model(tmp_path / "model", "MixtralForCausalLM", num_local_experts=3)
+    quantize(source, tmp_path / "one")
+    monkeypatch.setattr(quantize_block, "HESSIAN_BYTES", 1)
+    quantize(source, tmp_path / "many")
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "many")
+
+
+# Experts
+
+
+def test_an_expert_that_no_token_reaches_uses_the_inputs_of_the_others(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", "Qwen3MoeForCausalLM", num_experts=5, num_hidden_layers=1)
+    tensors = load_file(source / "model.safetensors")
+    direction = tensors["model.layers.0.mlp.gate.weight"][0]
+    # Of these logits the last is never among the two highest, whatever the token.
+    tensors["model.layers.0.mlp.gate.weight"] = torch.stack([direction * factor for factor in (1, 0.5, -1, -0.5, 0)])
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = quantize(source, tmp_path / "out")
+    lonely = {linear.name: linear for linear in report.linears if ".experts.4." in linear.name}
+    assert len(lonely) == 3
+    for name, linear in lonely.items():
+        assert linear.tokens == 0
+        assert linear.fallback == (
+            "only 0 calibration tokens reached this expert: solved with the inputs of all experts of its block"
+        )
+        assert any(name in remark for remark in report.remarks())
+    others = [linear for linear in report.linears if linear.name not in lonely]
+    assert all(linear.tokens > 0 and linear.fallback is None for linear in others)
+    assert quantkit.load(tmp_path / "out")(IDS).isfinite().all()
+
+
+def test_experts_with_few_tokens_share(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", "MixtralForCausalLM", num_hidden_layers=1)
+    report = quantize(source, tmp_path / "out", samples=1, length=12)
+    experts = [linear for linear in report.linears if ".experts." in linear.name]
+    assert all("only" in linear.fallback for linear in experts)
+    assert all(linear.fallback is None for linear in report.linears if "self_attn" in linear.name)
+
+
+# Degraded, and said so
+
+
+def test_dead_inputs_are_in_the_report(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][7] = 0
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = quantize(source, tmp_path / "out")
+    dead = {linear.name: linear.dead_inputs for linear in report.linears if linear.dead_inputs}
+    assert dead == {f"model.layers.1.self_attn.{name}_proj": 1 for name in "qkv"}
+    assert "`model.layers.1.self_attn.q_proj`: 1 input features were always zero" in report.remarks()
+
+
+def test_a_bias_beyond_float16_is_refused_by_name(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", "Qwen2ForCausalLM")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.bias"][0] = 1e6
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=r"`model.layers.0.self_attn.k_proj.bias` has values beyond"):
+        quantize(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_weights_beyond_any_float16_scale_are_refused_by_name(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.gate_proj.weight"][0, 0] = 3e6
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=r"`model.layers.1.mlp.gate_proj`: a group of weights spans"):
+        quantize(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+# Read back
+
+
+def test_a_wrong_packer_is_found_before_the_result_appears(model: Path, tmp_path: Path, monkeypatch) -> None:
+    backend = type(kernels.backend("cpu"))
+    pack = backend.pack
+
+    def flip_two_bits(self, codes, bits):
+        words = pack(self, codes, bits)
+        words[0, 0] ^= 0b11
+        return words
+
+    monkeypatch.setattr(backend, "pack", flip_two_bits)
+    with pytest.raises(GateError, match="does not decode to the weight that was solved"):
+        quantize(model, tmp_path / "out", bits=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Stopped half-way
+
+
+class Stopping(Silent):
+    """Raises what a Ctrl-C raises, after some linears."""
+
+    @contextmanager
+    def task(self, label: str, total: int):
+        class Task:
+            left = 5
+
+            def advance(self, steps: int = 1, *, note: str = "") -> None:
+                self.left -= steps
+                if label == "quantize" and self.left == 0:
+                    raise KeyboardInterrupt
+
+        yield Task()
+
+
+def test_interrupted_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(QuantizeSettings(str(model), tmp_path / "out", group_size=32, samples=4, length=32), Stopping())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_killed_leaves_no_folder_that_looks_finished(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--group-size", "32", "--samples", "64", "--no-eval"]
+    command = [sys.executable, "-m", "quantkit", "quantize", str(model), "-o", str(out), *options]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while not any(tmp_path.glob(".out.partial/shard-*")):
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    assert cli.run(command[3:]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# Measured
+
+
+def test_the_damage_is_measured_on_text_that_calibration_never_saw(model: Path, tmp_path: Path) -> None:
+    damage = quantize(model, tmp_path / "out", evaluate=True).damage
+    assert damage.windows == 8
+    assert damage.perplexity_reference > 1
+    assert 0 < damage.kl_mean < 0.5
+    low, high = damage.kl_ci95
+    assert low < damage.kl_mean < high
+    assert 0.5 < damage.top1_agreement <= 1
+    assert damage.answer
+
+
+def test_the_summary_has_a_row_for_each_figure(model: Path, tmp_path: Path) -> None:
+    report = quantize(model, tmp_path / "out", evaluate=True)
+    names = [name for name, _ in report.rows()]
+    assert {"bits per weight, linears", "time", "peak memory", "mean KL", "perplexity after"} <= set(names)
+    assert report.file_bits_per_weight * report.parameters / 8 == report.size_bytes
+    json.dumps(report.as_json(), allow_nan=False)
