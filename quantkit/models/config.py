@@ -94,6 +94,7 @@ class ModelConfig:
     attention_scale  factor of the attention scores
     attention_cap    soft cap of the attention scores, None for none; `logit_cap` likewise
     embedding_scale  factor of the embeddings
+    max_positions    as stated; `context` is what the model is good for
     windows, ropes   one for each layer
     dtype            name of the dtype the config states, None where it does not
     """
@@ -118,6 +119,11 @@ class ModelConfig:
     ropes: tuple[Rope, ...]
     experts: ExpertSizes | None
     dtype: str | None
+
+    @property
+    def context(self) -> int:
+        """The longest text in positions: `max_positions`, or more where every layer's rope reaches further."""
+        return min(rope.reach(self.max_positions) for rope in self.ropes)
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":

@@ -41,6 +41,10 @@ class Rope:
         """float32 [dim/2], for a text of `length` positions."""
         return _plain(self.theta, self.dim)
 
+    def reach(self, max_positions: int) -> int:
+        """Positions a model is good for whose config states `max_positions`, which some variants go beyond."""
+        return max_positions
+
     def restarts(self, cached: int, length: int) -> bool:
         """Whether a cache of `cached` positions must be rebuilt before the text grows to `length`."""
         return False
@@ -55,6 +59,9 @@ class LinearRope(Rope):
     def frequencies(self, length: int) -> Tensor:
         return _plain(self.theta, self.dim) / self.factor
 
+    def reach(self, max_positions: int) -> int:
+        return int(max_positions * self.factor)
+
 
 @dataclass(frozen=True)
 class DynamicRope(Rope):
@@ -68,6 +75,9 @@ class DynamicRope(Rope):
     def frequencies(self, length: int) -> Tensor:
         stretch = self.factor * max(length, self.max_positions) / self.max_positions - (self.factor - 1)
         return _plain(self.theta * stretch ** (self.dim / (self.dim - 2)), self.dim)
+
+    def reach(self, max_positions: int) -> int:
+        return int(max_positions * self.factor)
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,9 @@ class YarnRope(Rope):
         pairs = torch.arange(self.dim // 2, dtype=torch.float32)
         stretched = ((pairs - start) / (end - start if end != start else 0.001)).clamp(0, 1)
         return plain / self.factor * stretched + plain * (1 - stretched)
+
+    def reach(self, max_positions: int) -> int:
+        return max(max_positions, int(self.original * self.factor))
 
     def _pair_that_turns(self, times: float) -> float:
         return self.dim * math.log(self.original / (times * 2 * math.pi)) / (2 * math.log(self.theta))

@@ -79,7 +79,7 @@ def check(request: Request, config: ModelConfig, cache_tokens: int | None = None
 
     Raises RequestError for a request that does not fit into the cache or the model's context, or with unknown ids.
     """
-    capacity = admit(len(request.ids), request.max_new_tokens, config.max_positions, cache_tokens)
+    capacity = admit(len(request.ids), request.max_new_tokens, config.context, cache_tokens)
     if max(request.ids) >= config.vocab_size:
         raise RequestError(
             f"the prompt has token id {max(request.ids)}, the model knows {config.vocab_size} ids: "

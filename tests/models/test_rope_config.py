@@ -118,3 +118,19 @@ def test_two_ropes_for_one_model_are_refused() -> None:
     flat = tiny.make_config("Gemma3ForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     with pytest.raises(QuantkitError, match="one rope for `full_attention` and one for `sliding_attention`"):
         ModelConfig.read(flat)
+
+
+def test_how_far_a_rope_reaches() -> None:
+    """Extended models state the length of the pretraining and the factor, Gemma 3 and Llama 3.1 the final length."""
+
+    def context(family: str = "LlamaForCausalLM", **overrides: Any) -> int:
+        return ModelConfig.read(tiny.make_config(family, max_position_embeddings=100, **overrides)).context
+
+    assert context() == 100
+    assert context(rope_scaling={"type": "linear", "factor": 2.5}) == 250
+    assert context(rope_scaling={"type": "dynamic", "factor": 2.0}) == 200
+    assert context(rope_scaling={"type": "yarn", "factor": 4.0}) == 400
+    assert context(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 25}) == 100
+    assert context(rope_scaling={"type": "llama3", **LLAMA3}) == 100
+    assert context(rope_scaling={"type": "longrope", "factor": 4.0, **LONG}) == 100
+    assert context("Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0}) == 100
