@@ -197,7 +197,8 @@ def _section(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, rows: list
             spread(columns.split, len(plane), 1, codes.numel(), array(codes), 16 // width, width, below, plane)
         planes.append(plane)
         below += width
-    return Section(bits, *planes, float_array(scales), array(zeros), starts, offset)
+    low, high = planes
+    return Section(bits, low, high, float_array(scales), array(zeros), starts, offset)
 
 
 def _codes(section: Section) -> Tensor:

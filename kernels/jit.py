@@ -20,7 +20,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     Numba looks for NUMBA_CACHE_DIR, the folder of the source, then the user's cache folder. Its cache follows the
     source file of the kernel alone: keep the intrinsics that a kernel uses in the same file.
     """
-    options = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder can be written
