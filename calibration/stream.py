@@ -7,8 +7,9 @@
 
 What is held is `[rows, length, hidden]` once, whatever the number of blocks: an advance replaces batch after batch. It
 stays in memory, or in files of a folder that are read and written as plain bytes (a memory map would count as memory
-of the process again). float32 is the default: residual streams with entries of tens of thousands beside small ones
-lose the small updates of such entries in bfloat16, which halves the size.
+of the process again). float32 is the default; bfloat16 halves the size and is safe where residual streams have entries
+of tens of thousands beside small ones: stored so, SmolLM2-135M-Instruct (entries up to 24,833) ends within KL 0.0002
+of itself, and its Hessians move by 0.2 to 0.7 % (those of `o_proj` by up to 2.9 %) in the Frobenius norm.
 """
 
 from collections.abc import Callable, Iterator
@@ -111,7 +112,10 @@ class _OnDisk:
             while filled < len(view) and (count := file.readinto(view[filled:])):
                 filled += count
         if filled < len(view):
-            raise CalibrationError(f"`{path}` has {filled:,} bytes of hidden states, expected {len(view):,}")
+            raise CalibrationError(
+                f"`{path}` has {filled:,} bytes of hidden states, expected {len(view):,}",
+                hint="another process changed the file: start again",
+            )
         return hidden
 
     def put(self, number: int, hidden: Tensor) -> None:

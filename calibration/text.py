@@ -22,6 +22,7 @@ from quantkit.errors import CalibrationError
 HELD_BACK = "held-back.txt"
 PIECE_CHARACTERS = 1 << 16  # tokenized at once: bounds the memory of the tokenizer
 CHARACTERS_PER_TOKEN = 32  # of a longer source only this much text is tokenized for each token asked for
+ROW_HINT = 'each line of `.jsonl` looks like {"text": "…"}; the Parquet column `text` holds strings'
 DATASETS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1"), "c4": ("allenai/c4", "en")}
 
 
@@ -111,7 +112,7 @@ def read_documents(path: Path) -> list[str]:
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")  # not `read_text`, which would change line ends
     except UnicodeDecodeError as error:
         raise CalibrationError(
             f"`{path}` is not UTF-8 text: byte {error.start:,} cannot be decoded",
@@ -174,7 +175,9 @@ def _read_parquet(path: Path) -> list[str]:
             )
         rows = pyarrow.parquet.read_table(path, columns=["text"]).column("text").to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise CalibrationError(f"`{path}` is not a readable Parquet file: {error}") from error
+        raise CalibrationError(
+            f"`{path}` is not a readable Parquet file: {error}", hint="copy it again, or give a `.jsonl`"
+        ) from error
     return [_text(row, f"row {number} of `{path}`") for number, row in enumerate(rows)]
 
 
@@ -186,17 +189,14 @@ def _read_jsonl(path: Path, content: str) -> list[str]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise CalibrationError(f"line {number} of `{path}` is not JSON: {error.msg}") from error
+            raise CalibrationError(f"line {number} of `{path}` is not JSON: {error.msg}", hint=ROW_HINT) from error
         documents.append(_text(row.get("text") if isinstance(row, dict) else None, f"line {number} of `{path}`"))
     return documents
 
 
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
-        raise CalibrationError(
-            f"{place} has no text under `text`, but {type(value).__name__}",
-            hint='each line of `.jsonl` looks like {"text": "…"}; the Parquet column `text` holds strings',
-        )
+        raise CalibrationError(f"{place} has no text under `text`, but {type(value).__name__}", hint=ROW_HINT)
     return value
 
 
