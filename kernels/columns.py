@@ -81,7 +81,9 @@ def as_float(typing, value):  # type: ignore[no-untyped-def]
 def pack(first, last, codes, bits, unit_codes, unit_words, words):  # type: ignore[no-untyped-def]
     """uint8 [in, out] → uint32 [in·bits/32, out]."""
     for word in range(words.shape[0]):
-        words[word, first:last] = 0
+        line = words[word, first:last]
+        for n in range(line.size):
+            line[n] = 0
     for row in range(codes.shape[0]):
         unit, k = divmod(row, unit_codes)
         word, shift = unit * unit_words + k * bits // 32, k * bits % 32
@@ -193,7 +195,9 @@ def solve_rows(first, last, weight, target, factor, group, scales, zeros, top, c
     for start in range(first, last, PANEL):
         end = min(start + PANEL, last)
         for row in range(count):
-            t[: end - start] = target[row, start:end]
+            fed = target[row, start:end]
+            for c in range(fed.size):
+                t[c] = fed[c]
             for before in range(row):
                 share = factor[row, before]
                 for c in range(PANEL):
