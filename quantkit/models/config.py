@@ -53,7 +53,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "residual_multiplier": (1,),
     "scale_emb": (1,),
     "scale_depth": (),
-    "partial_rotary_factor": (1,),
     "interpolate_factor": (1,),
     "full_attn_mod": (1,),
     "rope_interleaved": (False,),
@@ -204,6 +203,8 @@ def _read_experts(keys: Keys, family: Architecture, layers: int) -> ExpertSizes 
     if names is None:
         return None
     count = keys.whole("num_local_experts", None) or keys.whole("num_experts")
+    if keys.whole("num_experts", count) != count:
+        raise keys.refuse("num_experts", f"`num_local_experts` is {count}: keep one of them")
     chosen = keys.whole("num_experts_per_tok")
     if chosen > count:
         raise keys.refuse("num_experts_per_tok", f"there are only {count} experts")
@@ -211,6 +212,8 @@ def _read_experts(keys: Keys, family: Architecture, layers: int) -> ExpertSizes 
         sparse, normalise = (True,) * layers, True
     else:
         step, dense = keys.whole("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
+        if not isinstance(dense, list):
+            raise keys.refuse("mlp_only_layers", "expected a list of layer numbers")
         sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
         normalise = keys.flag("norm_topk_prob")
     shared = keys.whole("shared_expert_intermediate_size") if names.shared else 0

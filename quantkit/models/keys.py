@@ -80,4 +80,7 @@ class Keys:
         """The error for a value that cannot be honoured."""
         shown = repr(self.values.get(name))
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        return UnsupportedModel(f"`{name}` is {shown} in `{self.where}`: {reason}")
+        return UnsupportedModel(
+            f"`{name}` is {shown} in `{self.where}`: {reason}",
+            hint=f"correct `{name}` if it is wrong; if it is right, this model is not supported",
+        )

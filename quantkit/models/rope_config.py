@@ -134,7 +134,8 @@ class _Reader:
         if dim % 2 or not 0 < dim <= self.head_dim:
             raise UnsupportedModel(
                 f"{dim} of {self.head_dim} elements of a head would rotate (`head_dim`, `partial_rotary_factor` in "
-                f"`{self.keys.where}`): the number must be even"
+                f"`{self.keys.where}`): the number must be even",
+                hint="correct the two keys: they are of another model",
             )
         return dim
 

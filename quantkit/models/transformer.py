@@ -13,7 +13,7 @@ so that nothing overflows in float16.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -175,12 +175,11 @@ def _load_ends(
     source: Source, config: ModelConfig, architecture: Architecture, dtype: torch.dtype, device: Device
 ) -> tuple[Embedding, Head]:
     """Embedding and head for good: in a tied model they share one weight."""
-    embedding = load_embedding(source, config, architecture, dtype, device)
     head = load_head(source, config, architecture, dtype, device)
     head.linear.settle()
     if config.tie_embeddings:
-        embedding = replace(embedding, weight=head.linear.stored.tensors()["weight"])
-    return embedding, head
+        return Embedding(head.linear.stored.tensors()["weight"], config.embedding_scale, dtype), head
+    return load_embedding(source, config, architecture, dtype, device), head
 
 
 def load_embedding(

@@ -79,6 +79,8 @@ UNUSABLE = [
     ("LlamaForCausalLM", {"hidden_act": "mish"}, "`hidden_act` is 'mish' in `config.json`: supported are silu"),
     ("LlamaForCausalLM", {"head_dim": 15}, "15 of 15 elements of a head would rotate"),
     ("MixtralForCausalLM", {"num_experts_per_tok": 5}, "`num_experts_per_tok` is 5 in `config.json`: there are only 4"),
+    ("Qwen3MoeForCausalLM", {"num_local_experts": 8}, "`num_experts` is 4 in `config.json`: `num_local_experts` is 8"),
+    ("Qwen3MoeForCausalLM", {"mlp_only_layers": 1}, "`mlp_only_layers` is 1"),
     ("MistralForCausalLM", {"sliding_window": 0}, "`sliding_window` is 0"),
     ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": None}, "`sliding_window` is missing"),
     ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear_attention"] * 2}, "`layer_types`"),
@@ -100,7 +102,9 @@ UNUSABLE = [
 
 @pytest.mark.parametrize(("family", "overrides", "message"), UNUSABLE)
 def test_a_value_that_cannot_be_honoured_is_named(family: str, overrides: dict[str, Any], message: str) -> None:
-    assert message in str(refusal(family, **overrides))
+    error = refusal(family, **overrides)
+    assert message in str(error)
+    assert error.hint
 
 
 @pytest.mark.parametrize("key", NEUTRAL)
@@ -109,6 +113,11 @@ def test_every_key_of_other_models_is_refused_unless_it_changes_nothing(key: str
         assert isinstance(refusal(**{key: "strange"}), UnsupportedModel)
     for harmless in (*NEUTRAL[key], None):
         assert read(**{key: harmless}) == read()
+
+
+def test_either_name_of_the_number_of_experts() -> None:
+    renamed = read("Qwen3MoeForCausalLM", num_experts=tiny.ABSENT, num_local_experts=4)
+    assert renamed == read("Qwen3MoeForCausalLM")
 
 
 def test_other_keys_are_no_concern_of_the_model() -> None:

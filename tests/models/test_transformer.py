@@ -191,6 +191,7 @@ def test_one_block_at_a_time_is_the_whole_model(family: str, tmp_path: Path) -> 
         hidden = load_block(source, config, architecture, index, dtype).forward(hidden, rotary)
     logits = load_head(source, config, architecture, dtype)(hidden)
     assert torch.equal(logits, quantkit.load(tmp_path)(ids))
+    assert torch.equal(logits, Model.stream(source, config, architecture, dtype)(ids))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
