@@ -246,14 +246,14 @@ def _checked_entry(name: str, said: Any, data_start: int, path: Path) -> Entry:
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         refuse(f"has the unknown dtype {shown(str(dtype))}")
     if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
-        refuse(f"has the shape {shown(str(shape))}; a list of at most {MAX_DIMENSIONS} sizes is expected")
+        refuse(f"has the shape {_brief(shape)}; a list of at most {MAX_DIMENSIONS} sizes is expected")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        refuse(f"has the data offsets {shown(str(offsets))}; `[start, stop]` is expected")
+        refuse(f"has the data offsets {_brief(offsets)}; `[start, stop]` is expected")
     start, stop = offsets
     bits = prod(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (stop - start):
         needed = f"which needs {bits // 8} bytes" if bits < 2**63 else "which no file can hold"
-        refuse(f"has {dtype} of shape {shown(str(shape))}, {needed}, and {stop - start} bytes of data")
+        refuse(f"has {dtype} of shape {_brief(shape)}, {needed}, and {stop - start} bytes of data")
     return Entry(dtype, tuple(shape), data_start + start, stop - start)
 
 
@@ -261,14 +261,20 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
+def _brief(value: Any) -> str:
+    """A value of any size, in a line."""
+    return shown(str(value[:9] if isinstance(value, list) else value))
+
+
 def _check_cover(entries: dict[str, Entry], data_start: int, file_bytes: int, path: Path) -> None:
     """Sorted by place, each tensor begins where the one before it ends, and the last ends with the file."""
-    reached, before = data_start, "the header"
+    reached, before = data_start, None
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size_bytes)):
         if entry.start != reached:
             fault = "overlaps" if entry.start < reached else "leaves a hole after"
-            raise CheckpointError(f"tensor {shown(name)} in `{path}` {fault} {before}", hint=DAMAGED_HINT)
-        reached, before = entry.start + entry.size_bytes, shown(name)
+            what = "the header" if before is None else shown(before)
+            raise CheckpointError(f"tensor {shown(name)} in `{path}` {fault} {what}", hint=DAMAGED_HINT)
+        reached, before = entry.start + entry.size_bytes, name
         if reached > file_bytes:
             raise CheckpointError(
                 f"`{path}` is cut short: tensor {shown(name)} ends at byte {reached}, the file at byte {file_bytes}",
