@@ -42,7 +42,7 @@ from quantkit.formats.gptq_config import GptqConfig, GptqSettings
 from quantkit.formats.gptq_inference import infer
 from quantkit.formats.joined import JoinedTensor
 from quantkit.models import catalog
-from quantkit.models.architecture import HEAD
+from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 
 
@@ -227,6 +227,8 @@ class Checkpoint:
         alike = [other for other in (*self._suffixes, *self.homes) if last in other]
         near = difflib.get_close_matches(name, alike[:1000], n=1)
         hint = f"did you mean {shown(near[0])}?" if near else "fetch the model again: it is not complete"
+        if name.partition(".")[0] == HEAD:
+            hint = f"where the output is tied to the embedding, its weight is `{EMBEDDING}.weight`"
         return CheckpointError(f"{shown(name)} is not in `{self.path}`", hint=hint)
 
 

@@ -350,6 +350,13 @@ def test_an_absent_tensor_names_the_nearest(tmp_path: Path) -> None:
     assert not checkpoint.has("model.layers.0.mlp.up_projj.weight")
 
 
+def test_an_absent_head_tells_of_tied_embeddings(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny.write_model(tmp_path, tie_word_embeddings=True))
+    with pytest.raises(CheckpointError, match=r"`lm_head` is not in") as caught:
+        checkpoint.dense("lm_head")
+    assert "`model.embed_tokens.weight`" in str(caught.value.hint)
+
+
 def test_a_family_without_entry_still_gives_its_tensors(tmp_path: Path) -> None:
     folder = tiny.write_model(tmp_path)
     change_json(folder / "config.json", architectures=["SomeModelForCausalLM"], model_type="some")
