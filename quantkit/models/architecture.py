@@ -5,8 +5,9 @@ stages of its linears, so that entries never repeat them. `linears` and `tensors
 checkpoint of that family: what may be quantized, what has to be there, and of which shape.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -204,13 +205,10 @@ class Architecture:
         return shapes
 
 
-def stages(specs: list[LinearSpec]) -> tuple[Stage, ...]:
-    """The stages of a block, in the order they run; routers and gates are in none."""
-    names: dict[str, list[str]] = {}
-    for spec in specs:
-        if spec.quantizable:
-            names.setdefault(spec.stage, []).append(spec.name)
-    return tuple(Stage(stage, tuple(linears)) for stage, linears in names.items())
+def by_stage(specs: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
+    """The linears of a block in groups that read one input, in the order they run; routers and gates are in none."""
+    kept = (spec for spec in specs if spec.quantizable)
+    return [list(group) for _, group in groupby(kept, key=lambda spec: spec.stage)]
 
 
 def _gate(name: str, in_features: int, out_features: int) -> LinearSpec:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.models.architecture import Architecture, LinearSpec, Stage
+from quantkit.models.architecture import Architecture, Stage, by_stage
 from quantkit.models.attention import Attention, Cache
 from quantkit.models.config import ModelConfig
 from quantkit.models.fan import Fan, Observe
@@ -68,7 +68,7 @@ def load_block(
         )
         for name, width in architecture.norms(config, index).items()
     }
-    fans = _read_fans(source, specs, dtype, device)
+    fans = tuple(Fan.read(source, group, dtype, device) for group in by_stage(specs))
     gates = [read_linear(source, spec, torch.float32, device) for spec in specs if not spec.quantizable]
     attention = Attention(
         layer=index,
@@ -91,16 +91,6 @@ def load_block(
         after_mlp=norms["post_feedforward_layernorm"] if architecture.post_norms else None,
         fans=fans,
     )
-
-
-def _read_fans(
-    source: Source, specs: Sequence[LinearSpec], dtype: torch.dtype, device: Device
-) -> tuple[Fan, ...]:
-    groups: dict[str, list[LinearSpec]] = {}
-    for spec in specs:
-        if spec.quantizable:
-            groups.setdefault(spec.stage, []).append(spec)
-    return tuple(Fan.read(source, group, dtype, device) for group in groups.values())
 
 
 def _make_mlp(config: ModelConfig, fans: Sequence[Fan], gates: Sequence[Linear]) -> GatedMLP | Mixture:

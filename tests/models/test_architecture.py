@@ -5,7 +5,7 @@ import tiny
 
 from quantkit.errors import UnsupportedModel
 from quantkit.models import catalog
-from quantkit.models.architecture import Architecture, stages
+from quantkit.models.architecture import Architecture, by_stage
 from quantkit.models.config import ModelConfig
 
 VARIANTS = [
@@ -58,7 +58,7 @@ def test_linears_run_in_order_and_routers_stay_as_they_are() -> None:
     ]
     kept = [spec.name.removeprefix(block) for spec in specs if not spec.quantizable]
     assert kept == ["mlp.gate", "mlp.shared_expert_gate"]
-    assert [stage.name.removeprefix(block) for stage in stages(specs)] == [
+    assert [group[0].stage.removeprefix(block) for group in by_stage(specs)] == [
         "self_attn.q_k_v",
         "self_attn.o",
         "mlp.experts.0.gate_up",
@@ -76,7 +76,7 @@ def test_fused_linears_are_one_with_several_roles() -> None:
     assert (qkv.name, qkv.roles, qkv.widths) == ("model.layers.1.self_attn.qkv_proj", ("q", "k", "v"), (64, 32, 32))
     assert (qkv.role, qkv.out_features, qkv.in_features) == ("q+k+v", 128, 64)
     assert (gate_up.name, gate_up.role, gate_up.widths) == ("model.layers.1.mlp.gate_up_proj", "gate+up", (128, 128))
-    assert stages([qkv])[0].linears == (qkv.name,)
+    assert by_stage([qkv, gate_up]) == [[qkv], [gate_up]]
 
 
 @pytest.mark.parametrize(("model_type", "family"), catalog.MODEL_TYPES.items())
