@@ -225,7 +225,7 @@ def _first(settings: TextSettings) -> int:
 
 
 def _context(checkpoint: Checkpoint) -> int:
-    return ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json")).max_positions
+    return ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json")).context
 
 
 def _scored(settings: TextSettings, source: str, ids: Sequence[int], placement: Placement) -> Scored:
@@ -237,7 +237,7 @@ def _bos_notes(model: Model, tokenizer: Tokenizer, windows: Tensor, plain: Perpl
     if bos or not tokenizer.adds_bos or tokenizer.bos_id is None:
         return ()
     front = torch.tensor([[tokenizer.bos_id]])
-    window = torch.cat([front, windows[:1]], dim=1)[:, : model.config.max_positions]
+    window = torch.cat([front, windows[:1]], dim=1)[:, : model.config.context]
     with_bos = score(model, window, first=2)
     return (
         f"this tokenizer puts `{tokenizer.token(tokenizer.bos_id)}` in front of texts, these windows have none: with "
