@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.checkpoint.header import read_chunks
+from quantkit.checkpoint.regular import read_chunks
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:

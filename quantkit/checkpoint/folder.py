@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from quantkit.checkpoint.header import open_regular, parse_json, read_at, shown
+from quantkit.checkpoint.header import parse_json, shown
+from quantkit.checkpoint.regular import open_regular, read_at
 from quantkit.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -25,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
 NUMBERED = re.compile(r"(model|output)-([0-9]+)-of-([0-9]+)\.safetensors")
 MAX_CONFIG_BYTES = 4 * 2**20
-MAX_INDEX_BYTES = 32 * 2**20
+MAX_INDEX_BYTES = 16 * 2**20
 
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WEIGHT_ENDINGS = (*PICKLE_ENDINGS, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".npz")

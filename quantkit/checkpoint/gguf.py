@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from quantkit.checkpoint.gguf_header import DAMAGED, GgufHeader, Metadata, Record, read_header
-from quantkit.checkpoint.header import open_regular, shown
+from quantkit.checkpoint.header import shown
+from quantkit.checkpoint.regular import open_regular
 from quantkit.errors import CheckpointError
 
 CHUNK_WEIGHTS = 1 << 22  # weights dequantized at a time: 16 MiB of float32 however large the tensor

@@ -8,11 +8,7 @@ a number of the file that was not compared with the file's own size first.
 """
 
 import json
-import os
-import stat
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from quantkit.checkpoint.regular import file_stamp, open_regular, read_at
 from quantkit.errors import CheckpointError
 
 # A header of this size names about 125 000 tensors; larger ones are refused before they are read.
@@ -54,6 +51,8 @@ TORCH_DTYPES = {
 
 DAMAGED_HINT = "fetch this file again: it was cut short or damaged on its way"
 
+PICKLE_HINT = "use a safetensors version of this model"
+PAGE_HINT = "fetch this file again; the site may ask you to log in first"
 # What files that are not safetensors begin with, what that is, and what to do about it.
 IMPOSTORS = (
     (
@@ -61,14 +60,16 @@ IMPOSTORS = (
         "is a git-LFS pointer, not the weights it points to",
         "run `git lfs install && git lfs pull` in that folder",
     ),
-    (b"PK\x03\x04", "is a zip archive, as pickled PyTorch weights are: those can run code when opened and are refused",
-     "use a safetensors version of this model"),
-    (b"\x80\x02", "is a Python pickle: those can run code when opened and are refused",
-     "use a safetensors version of this model"),
+    (
+        b"PK\x03\x04",
+        "is a zip archive, as pickled PyTorch weights are: those can run code when opened and are refused",
+        PICKLE_HINT,
+    ),
+    (b"\x80\x02", "is a Python pickle: those can run code when opened and are refused", PICKLE_HINT),
     (b"GGUF", "is a GGUF file", "run `quantkit convert gguf-to-hf IN.gguf OUT` first"),
-    (b"<!DOCTYPE", "is a web page, not weights", "fetch this file again; the site may ask you to log in first"),
-    (b"<html", "is a web page, not weights", "fetch this file again; the site may ask you to log in first"),
-)  # fmt: skip
+    (b"<!DOCTYPE", "is a web page, not weights", PAGE_HINT),
+    (b"<html", "is a web page, not weights", PAGE_HINT),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,77 +113,11 @@ def read_header(path: Path) -> Header:
     return Header(path, entries, metadata, file_stamp(status))
 
 
-@contextmanager
-def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """A descriptor for reading and what the file system says of it. Never waits on a pipe or a device.
-
-    Raises CheckpointError when the file is missing, no regular file, or cannot be read (also by the caller).
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"`{path}` is not a regular file", hint="give a folder with the files of a model")
-            yield descriptor, status
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise CheckpointError(f"`{path}` cannot be read: {error.strerror}", hint=_system_hint(error)) from error
-
-
-def read_into(descriptor: int, target: memoryview, start: int) -> int:
-    """Fills `target` from byte `start` of the file on; returns how much of it the file had."""
-    done = 0
-    while done < len(target):
-        count = os.preadv(descriptor, [target[done:]], start + done)
-        if count == 0:
-            break
-        done += count
-    return done
-
-
-def read_at(descriptor: int, size_bytes: int, start: int) -> bytearray:
-    """The bytes of a file from `start` on: `size_bytes` of them, fewer only at its end."""
-    data = bytearray(size_bytes)
-    del data[read_into(descriptor, memoryview(data), start) :]
-    return data
-
-
-def read_chunks(path: Path) -> Iterator[bytearray]:
-    """The bytes of a file in pieces of a megabyte. Raises CheckpointError as `open_regular` does."""
-    with open_regular(path) as (descriptor, status):
-        for start in range(0, status.st_size, 2**20):
-            yield read_at(descriptor, 2**20, start)
-
-
-def file_stamp(status: os.stat_result) -> tuple[int, ...]:
-    """Size, time of change and identity: equal stamps mean the same content."""
-    return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino
-
-
-def _system_hint(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "fetch the missing file, or the whole model, again"
-    if isinstance(error, PermissionError):
-        return "make it readable: `chmod u+r FILE`"
-    return "copy the model to another disk and try again"
-
-
 def _read_json_bytes(descriptor: int, path: Path, file_bytes: int) -> bytearray:
     opening = bytes(read_at(descriptor, 64, 0))
-    for prefix, what, hint in IMPOSTORS:
-        if opening.startswith(prefix):
-            raise CheckpointError(f"`{path}` {what}", hint=hint)
-    if len(opening) < 8:
-        raise CheckpointError(f"`{path}` holds {file_bytes} bytes, too few for a safetensors file", hint=DAMAGED_HINT)
     size = int.from_bytes(opening[:8], "little")
-    if size > file_bytes - 8 or opening[8:9] not in (b"{", b""):
-        raise CheckpointError(
-            f"`{path}` is not a safetensors file, or a damaged one: its header should have {size} bytes and begin "
-            f"with `{{`; after its length the file has {file_bytes - 8} bytes and begins with {opening[8:12]!r}",
-            hint=DAMAGED_HINT,
-        )
+    if len(opening) < 9 or size > file_bytes - 8 or not opening.startswith(b"{", 8):
+        raise _no_header(path, opening, size, file_bytes)
     if size > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"`{path}` has a header of {size} bytes; at most {MAX_HEADER_BYTES} are read",
@@ -192,6 +127,20 @@ def _read_json_bytes(descriptor: int, path: Path, file_bytes: int) -> bytearray:
     if len(raw) < size:
         raise CheckpointError(f"`{path}` ended while its header was read", hint=DAMAGED_HINT)
     return raw
+
+
+def _no_header(path: Path, opening: bytes, size: int, file_bytes: int) -> CheckpointError:
+    """What a file is that cannot be safetensors. A valid one may well begin as one of these others does."""
+    for prefix, what, hint in IMPOSTORS:
+        if opening.startswith(prefix):
+            return CheckpointError(f"`{path}` {what}", hint=hint)
+    if file_bytes < 10:
+        return CheckpointError(f"`{path}` holds {file_bytes} bytes, too few for a safetensors file", hint=DAMAGED_HINT)
+    return CheckpointError(
+        f"`{path}` is not a safetensors file, or a damaged one: its header should have {size} bytes and begin "
+        f"with `{{`; after its length the file has {file_bytes - 8} bytes and begins with {opening[8:12]!r}",
+        hint=DAMAGED_HINT,
+    )
 
 
 def parse_json(raw: bytearray) -> dict[str, Any]:

@@ -6,6 +6,7 @@ cleared by the next one for the same place. A folder that is replaced steps asid
 of that rename, and returns should it fail.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -127,16 +128,26 @@ def _lock(folder: Path) -> int:
             folder.mkdir()
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            _lock_or_refuse(descriptor, folder)
+            # The one that had it may have finished just now: then this is its result, under its final name.
+            if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.lstat()):
+                for item in folder.iterdir():
+                    shutil.rmtree(item) if item.is_dir() and not item.is_symlink() else item.unlink()
+                return descriptor
+        except BaseException:
             os.close(descriptor)
-            raise CheckpointError(
-                f"another process is writing `{folder}`", hint="wait until it has finished, or choose another `-o`"
-            ) from None
-        # That process may have finished since the folder was opened: then this is its result under its final name.
-        if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.lstat()):
-            break
+            raise
         os.close(descriptor)
-    for item in folder.iterdir():
-        shutil.rmtree(item) if item.is_dir() and not item.is_symlink() else item.unlink()
-    return descriptor
+
+
+def _lock_or_refuse(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"another process is writing `{folder}`", hint="wait until it has finished, or choose another `-o`"
+        ) from None
+    except OSError as error:
+        # Some network file systems have no locks: there, nothing keeps a second process out.
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise

@@ -12,7 +12,7 @@ import difflib
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +22,9 @@ from torch import Tensor
 
 from quantkit.checkpoint import folder as folders
 from quantkit.checkpoint import hub
-from quantkit.checkpoint.header import (
-    DAMAGED_HINT,
-    TORCH_DTYPES,
-    Entry,
-    Header,
-    file_stamp,
-    open_regular,
-    read_header,
-    read_into,
-    shown,
-)
+from quantkit.checkpoint.header import DAMAGED_HINT, TORCH_DTYPES, Entry, Header, read_header, shown
 from quantkit.checkpoint.quantization import read_quantization
+from quantkit.checkpoint.regular import file_stamp, open_regular, read_into
 from quantkit.checkpoint.spelling import respelled, spellings
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.formats import dense, exl2, gptq
@@ -76,9 +67,9 @@ class Checkpoint:
     """A folder whose headers are known and valid. `notes` say what a person should know about how it was read."""
 
     path: Path
-    config: dict[str, Any]
+    config: dict[str, Any] = field(repr=False)
     quantization: dict[str, Any] | None
-    homes: dict[str, Header]
+    homes: dict[str, Header] = field(repr=False)
     notes: tuple[str, ...] = ()
 
     def names(self) -> list[str]:

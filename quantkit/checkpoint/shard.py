@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.durable import write_at
-from quantkit.checkpoint.header import TORCH_DTYPES, read_at, shown
+from quantkit.checkpoint.header import TORCH_DTYPES, shown
+from quantkit.checkpoint.regular import read_at
 from quantkit.errors import CheckpointError
 
 # About 8000 tensors; a shard that has more is closed before it is full.

@@ -95,12 +95,21 @@ def test_a_lie_is_named_with_file_and_tensor(tmp_path: Path, lie: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("opening", [b"\x80\x02", b"PK"])
+def test_a_length_that_looks_like_another_format(tmp_path: Path, opening: bytes) -> None:
+    """640 is a usual length of a header, and the first two bytes of a pickle."""
+    length = int.from_bytes(opening, "little")
+    path = raw.write(tmp_path / "x", json.dumps({"a": entry(0, 4)}).ljust(length), bytes(4))
+    assert path.read_bytes().startswith(opening)
+    assert read_header(path).entries.keys() == {"a"}
+
+
 GARBAGE = {
     "empty": (b"", "holds 0 bytes, too few for a safetensors file"),
     "seven bytes": (b"\x02" + bytes(6), "holds 7 bytes, too few"),
     "giant length": (b"\xff" * 8 + b"{}", "its header should have 18446744073709551615 bytes"),
     "length beyond the file": ((3).to_bytes(8, "little") + b"{}", "its header should have 3 bytes"),
-    "no header at all": (bytes(8), "not valid JSON"),
+    "no header at all": (bytes(8), "holds 8 bytes, too few"),
     "text": (b"once upon a time, there was a file", "is not a safetensors file, or a damaged one"),
     "no JSON": ((4).to_bytes(8, "little") + b"{a:}", "not valid JSON: Expecting property name"),
     "a list": ((2).to_bytes(8, "little") + b"[]", "is not a safetensors file"),

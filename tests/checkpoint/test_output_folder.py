@@ -1,5 +1,6 @@
 """One folder, many processes: who may write, what the dead left, and what no output may touch."""
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -115,6 +116,16 @@ def test_a_result_that_is_finished_meanwhile_is_not_taken_for_a_working_folder(
         second.claim()
     second.abandon()
     assert names(tmp_path) == ["out", "out/result"]
+
+
+def test_a_disk_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    folder = claim(tmp_path / "out")
+    folder.put_in_place()
+    assert names(tmp_path) == ["out"]
 
 
 def test_files_that_appear_meanwhile_are_not_replaced(tmp_path: Path) -> None:
