@@ -5,6 +5,7 @@ does not reach (in main memory) are left to the reference.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
@@ -12,14 +13,63 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.launcher import Launcher
-from quantkit.kernels.protocol import Exl2Weight, GptqWeight
+from quantkit.kernels.protocol import Exl2Weight, GptqWeight, Repacked
 from quantkit.kernels.reference import ReferenceBackend, check_codes, check_words
 from quantkit.kernels.sources import Defines
+from quantkit.kernels.tiles import (
+    STRIP,
+    Exl2Tiles,
+    GptqTiles,
+    exl2_codes,
+    exl2_tiles,
+    gptq_codes,
+    gptq_tiles,
+    untile_columns,
+)
 
 Tensors = Sequence[Tensor]
 
 THREADS = 256
+# Above this many rows of x a weight is expanded once and multiplied by the vendor's library.
+FEW_ROWS = 64
+NULL = 0  # eight bytes, as every Python integer that is passed to a kernel
+MMA_NAMES = {torch.float16: "MmaF16", torch.bfloat16: "MmaBF16"}
 SCALE_NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a matmul is cut: `tokens` rows and 64·strips columns for each block, `range` runs for each split."""
+
+    tokens: int
+    grid: tuple[int, int, int]
+    range: int
+
+    @property
+    def splits(self) -> int:
+        return self.grid[2]
+
+    @property
+    def partial(self) -> tuple[int, ...]:
+        """Of the splits' partial sums: tiles of y, splits, tokens, columns."""
+        return self.grid[0] * self.grid[1], self.splits, self.tokens, _columns_of_block(self.tokens)
+
+    @staticmethod
+    def of(rows: int, out: int, runs: int, processors: int) -> "Shape":
+        """As many splits as it takes to fill the processors, each of whole runs for all warps along k."""
+        tokens = next((few for few in (8, 16) if rows <= few), 32)
+        across, down = -(-rows // tokens), -(-out // _columns_of_block(tokens))
+        resident = processors * (2 if tokens == 8 else 1)
+        least = 4 if tokens == 8 else 2  # a run for each warp along k
+        splits = min(max(1, resident // max(1, across * down)), -(-runs // least))
+        each = -(-runs // splits)
+        each += -each % least
+        return Shape(tokens, (across, down, -(-runs // each)), each)
+
+
+def _columns_of_block(tokens: int) -> int:
+    """As `Shape` in `matmul.cuh`."""
+    return STRIP * (2 if tokens == 8 else 4)
 
 
 class CudaBackend(ReferenceBackend):
@@ -79,6 +129,89 @@ class CudaBackend(ReferenceBackend):
         self._run("exl2_dequantize", {}, (-(-out // 512), len(table)), 128, inputs, (result,), (out,))
         return result
 
+    def gptq_repack(self, weight: GptqWeight) -> Repacked:
+        if not self._launcher.reaches(weight.words):
+            return super().gptq_repack(weight)
+        return gptq_tiles(self.unpack(weight.words, weight.bits), weight)
+
+    def gptq_restore(self, repacked: Repacked) -> GptqWeight:
+        if not isinstance(repacked, GptqTiles):
+            return super().gptq_restore(repacked)
+        codes, group = gptq_codes(repacked)
+        out = repacked.out_features
+        scales, zeros = (untile_columns(values)[:, :out].contiguous() for values in (repacked.scales, repacked.zeros))
+        return GptqWeight(self.pack(codes, repacked.bits), scales, zeros, group, repacked.bits)
+
+    def gptq_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
+        if not isinstance(repacked, GptqTiles):
+            return super().gptq_matmul(x, repacked)
+        if not self._fused(x):
+            return product(x, self.gptq_dequantize(self.gptq_restore(repacked)))
+        defines = {"BITS": repacked.bits, "SCALE": SCALE_NAMES[repacked.scales.dtype]}
+        shift = repacked.group_shift
+        inputs = (repacked.words, repacked.scales, repacked.zeros, repacked.run_group if shift is None else None)
+        runs, groups = len(repacked.run_group), repacked.scales.shape[1]
+        return self._matmul("gptq_matmul", defines, x, repacked, inputs, runs, (runs, groups, shift or 0))
+
+    def exl2_repack(self, weight: Exl2Weight) -> Repacked:
+        if not self._launcher.reaches(weight.words):
+            return super().exl2_repack(weight)
+        codes, word = [], 0
+        for bits, rows in weight.groups:
+            words = rows * bits // 32
+            codes.append(self.unpack(weight.words[word : word + words], bits))
+            word += words
+        return exl2_tiles(codes, self.unpack(weight.scale_codes.t(), 4).t(), weight)
+
+    def exl2_restore(self, repacked: Repacked) -> Exl2Weight:
+        if not isinstance(repacked, Exl2Tiles):
+            return super().exl2_restore(repacked)
+        codes, scale_codes, order = exl2_codes(repacked)
+        words = torch.cat([self.pack(part, bits) for part, (bits, _) in zip(codes, repacked.groups, strict=True)])
+        packed = self.pack(scale_codes.t(), 4).t().contiguous()
+        return Exl2Weight(words, packed, repacked.scale_max, repacked.groups, order)
+
+    def exl2_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
+        if not isinstance(repacked, Exl2Tiles):
+            return super().exl2_matmul(x, repacked)
+        if not self._fused(x):
+            return product(x, self.exl2_dequantize(self.exl2_restore(repacked)))
+        inputs = (repacked.words, repacked.scale_codes, repacked.scale_max, repacked.runs)
+        runs, groups, strip_words = len(repacked.runs), len(repacked.groups), repacked.words.shape[1]
+        return self._matmul("exl2_matmul", {}, x, repacked, inputs, runs, (runs, groups, strip_words))
+
+    def _fused(self, x: Tensor) -> bool:
+        """Whether the matmul kernels take this x: few rows, of a dtype that the tensor cores multiply."""
+        least = {torch.float16: 75, torch.bfloat16: 80}.get(x.dtype)
+        return least is not None and len(x) <= FEW_ROWS and self._launcher.architecture(x.device) >= least
+
+    def _matmul(
+        self,
+        name: str,
+        defines: Defines,
+        x: Tensor,
+        tiles: GptqTiles | Exl2Tiles,
+        inputs: Sequence[Tensor | None],
+        runs: int,
+        sizes: Sequence[int],
+    ) -> Tensor:
+        """`sizes` of the weight stand between those of x and y and the last one, the runs of a split."""
+        rows, (in_features, out) = len(x), (tiles.in_features, tiles.out_features)
+        y = self._launcher.empty((rows, out), x.dtype, x.device)
+        shape = Shape.of(rows, out, runs, self._launcher.processors(x.device))
+        partial = self._launcher.empty(shape.partial if shape.splits > 1 else (1,), torch.float32, x.device)
+        arrived = self._launcher.counters(shape.grid[0] * shape.grid[1], x.device)
+        self._run(
+            name,
+            {**defines, "TOKENS": shape.tokens, "DTYPE": MMA_NAMES[x.dtype]},
+            shape.grid,
+            THREADS,
+            (x, tiles.order, *inputs),
+            (y, partial, arrived),
+            (rows, in_features, out, *sizes, shape.range),
+        )
+        return y
+
     def _cover(self, name: str, defines: Defines, count: int, inputs: Tensors, output: Tensor, *sizes: int) -> None:
         """A launch with one thread for each of `count` pieces of work."""
         self._run(name, defines, (-(-count // THREADS),), THREADS, inputs, (output,), sizes)
@@ -89,14 +222,15 @@ class CudaBackend(ReferenceBackend):
         defines: Defines,
         grid: Sequence[int],
         threads: int,
-        inputs: Tensors,
+        inputs: Sequence[Tensor | None],
         outputs: Tensors,
         sizes: Sequence[int],
     ) -> None:
         """Kernel `name` of the file of that name; every kernel takes inputs, outputs and then 32-bit sizes."""
         if not all(grid):
             return
-        arguments = (*map(_ready, inputs), *outputs, *map(np.int32, sizes))
+        ready = (NULL if value is None else _ready(value) for value in inputs)
+        arguments = (*ready, *outputs, *map(np.int32, sizes))
         self._launcher.run(name, defines, name, grid, threads, arguments, device=outputs[0].device)
 
 
@@ -111,3 +245,8 @@ def _ready(tensor: Tensor) -> Tensor:
     tensor = tensor.contiguous()
     row_bytes = tensor.shape[-1] * tensor.element_size() if tensor.dim() else 0
     return tensor if tensor.data_ptr() % gcd(16, row_bytes) == 0 else tensor.clone()
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [m, in] · float16 weight [in, out] → [m, out] in the dtype of x, by the vendor's library."""
+    return x @ weight.to(x.dtype)

@@ -18,8 +18,10 @@ from quantkit.kernels.sources import Defines, source
 
 # More than this much shared memory has to be asked for.
 FREELY_SHARED_BYTES = 48 * 1024
+# Enough for the widest layers, so that counters are not replaced while a captured graph still points at them.
+LEAST_COUNTERS = 1 << 16
 
-Argument = Tensor | np.generic
+Argument = Tensor | np.generic | int
 
 
 class Launcher(Protocol):
@@ -36,6 +38,9 @@ class Launcher(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory to write into."""
+
+    def counters(self, count: int, device: torch.device) -> Tensor:
+        """int32 zeros, at least `count`, of the current stream: every kernel that changes them leaves zeros behind."""
 
     def run(
         self,
@@ -55,6 +60,9 @@ class Launcher(Protocol):
 class CupyLauncher:
     """NVIDIA GPUs, through CuPy."""
 
+    def __init__(self) -> None:
+        self._counters: dict[tuple[int, int], Tensor] = {}
+
     def reaches(self, tensor: Tensor) -> bool:
         return tensor.is_cuda
 
@@ -66,6 +74,13 @@ class CupyLauncher:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def counters(self, count: int, device: torch.device) -> Tensor:
+        key = _index(device), torch.cuda.current_stream(device).cuda_stream
+        kept = self._counters.get(key)
+        if kept is None or kept.numel() < count:
+            kept = self._counters[key] = torch.zeros(max(count, LEAST_COUNTERS), dtype=torch.int32, device=device)
+        return kept
 
     def run(
         self,

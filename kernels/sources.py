@@ -4,10 +4,11 @@ A file opens with its contract and formula, then one line for each of
 
     Reference: the method of ReferenceBackend that defines the result
     Traffic:   bytes, or operations, that no implementation can avoid
-    Needs:     sm_75; X=BF16 sm_80; …      least architecture, for all variants and for some; then the fallback below it
+    Needs:     sm_75, DTYPE=MmaBF16 sm_80      least architecture, of all variants and of some
+    Below:     what is done instead on older architectures, where that is another thing
     Budget:    96 registers, 18432 bytes shared, 256 threads      of the costliest variant; no kernel may spill
-    Variants:  BITS=2,3,4,5,6,8 X=F16,BF16      the macros it is compiled with: every combination
-    Contains:  LDG.E.128 HMMA      machine instructions that must be there from sm_80 on: wide loads, tensor cores
+    Variants:  BITS=2,3,4,5,6,8 SCALE=F16,F32      the macros it is compiled with: every combination
+    Contains:  LDG.128 HMMA      machine instructions that must be there from sm_80 on: wide loads, tensor cores
 
 Tests hold each file to these lines; `variants` is also what a self-test on a card goes through.
 """
@@ -49,7 +50,7 @@ def source(name: str) -> Source:
     text = (files("quantkit.kernels") / "cuda" / f"{name}.cu").read_text(encoding="utf-8")
     head = {key: value.strip() for key, value in re.findall(r"^// (\w+): +(.*)$", text, re.MULTILINE)}
     budget = [int(number) for number in re.findall(r"\d+", head["Budget"])]
-    needs = dict(re.findall(r"(?:(\w+=\w+) )?sm_(\d+)(?=[;,.]|$)", head["Needs"]))
+    needs = dict(re.findall(r"(?:(\w+=\w+) )?sm_(\d+)", head["Needs"]))
     macros = [(key, values.split(",")) for key, values in re.findall(r"(\w+)=(\S+)", head.get("Variants", ""))]
     return Source(
         name=name,

@@ -39,8 +39,9 @@ class Facts:
         return min(most_threads // threads, most_blocks, by_registers, memory // max(shared, 1)) * threads / most_threads
 
     def count(self, instruction: str) -> int:
-        """How often instructions of this name, or of a longer one that starts with it, occur."""
-        return sum(times for name, times in self.mix.items() if name.startswith(instruction))
+        """How often instructions with all parts of this name occur: `LDG.128` counts `LDG.E.NA.128.CONSTANT`."""
+        parts = set(instruction.split("."))
+        return sum(times for name, times in self.mix.items() if parts <= set(name.split(".")))
 
 
 def facts(kernel: Source, defines: Defines, architecture: int) -> dict[str, Facts]:
@@ -64,7 +65,7 @@ def _mix(code: bytes, kernel: str) -> Counter[str]:
         file.write(code)
         file.flush()
         text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    section = text[text.index(f".text.{kernel}") :].split(".section", 1)[0]
+    section = text.split(f"\n.text.{kernel}:\n", 1)[1].split("//----", 1)[0]
     return Counter(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", section, re.MULTILINE))
 
 
@@ -79,15 +80,14 @@ def _table() -> str:
     for name in names():
         kernel = source(name)
         for variant in kernel.variants:
-            cells = []
+            cells, label = [], " ".join(f"{key}={value}" for key, value in variant.items())
             for architecture in (80, 89, 90):
                 if architecture >= kernel.least_architecture(variant):
-                    for entry, fact in facts(kernel, variant, architecture).items():
+                    for fact in facts(kernel, variant, architecture).values():
                         share = fact.occupancy(architecture, kernel.threads)
-                        mix = f"{fact.count('LDG.E.128')} / {fact.count('HMMA')}"
+                        mix = f"{fact.count('LDG.128')} / {fact.count('HMMA')}"
                         cells.append(f"{fact.registers} / {fact.spilled_bytes} / {fact.shared_bytes} / {share:.0%} / {mix}")
-                        label = " ".join(f"{key}={value}" for key, value in variant.items())
-            lines.append(f"| `{entry}` | {label} | {' | '.join(cells)} |")
+            lines.append(f"| `{name}` | {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ class ExecutorLauncher:
         self._schedule = {"order": order, "seed": seed}
         self._architecture = architecture
         self._processors = processors
+        self._counters = torch.zeros(4096, dtype=torch.int32)
         self.launched: list[tuple[str, tuple[int, ...]]] = []
 
     def reaches(self, tensor: Tensor) -> bool:
@@ -36,6 +37,10 @@ class ExecutorLauncher:
         bytes_each = torch.empty(0, dtype=dtype).element_size()
         poisoned = torch.full((*shape, bytes_each), 0xFB, dtype=torch.uint8)
         return guarded(poisoned.view(dtype).view(tuple(shape)))
+
+    def counters(self, count: int, device: torch.device) -> Tensor:
+        assert not self._counters.any(), "a kernel left its counters behind"
+        return self._counters
 
     def run(
         self,

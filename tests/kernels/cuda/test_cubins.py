@@ -20,7 +20,8 @@ def check(name: str, variant: dict[str, str], architecture: int) -> None:
         assert facts.registers <= kernel.registers, f"{where} takes {facts.registers} registers"
         assert facts.shared_bytes <= kernel.shared_bytes, f"{where} takes {facts.shared_bytes} bytes of shared memory"
         assert facts.occupancy(architecture, kernel.threads) > 0, f"{where} cannot be launched"
-        if architecture >= 80 and facts.mix:
+        if architecture >= 80 and cuda_facts.disassembler():
+            assert facts.mix, f"{where} was not disassembled"
             missing = [instruction for instruction in kernel.contains if not facts.count(instruction)]
             assert not missing, f"{where} has no {missing}: {facts.mix}"
 
