@@ -1,7 +1,8 @@
 """The CPU backend: the reference, with Numba kernels for what profiling justifies. Needs no compiler to be installed.
 
 A weight is repacked once into bit planes (`planes.py`). A few rows are multiplied straight from them; for many, panels
-of columns are dequantized and handed to torch's matmul, so that no whole weight is ever expanded.
+of columns are dequantized and handed to torch's matmul, so that no whole weight is ever expanded. Compiled loops do not
+check bounds: what they trust is asserted here.
 """
 
 import platform
@@ -125,24 +126,27 @@ class CpuBackend(ReferenceBackend):
         return _matmul(x, repacked) if isinstance(repacked, Planes) else super().exl2_matmul(x, repacked)
 
     def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
-        errors = torch.empty_like(scales)
-        out = rows.shape[1]
-        work = rows.numel() * len(scales)
+        (g, out), n = rows.shape, scales.shape[0]
+        assert importance.shape == (g,) and scales.shape == zeros.shape == (n, out)
+        errors = torch.empty(n, out)
         arguments = (array(rows), array(importance), array(scales), array(zeros), top, array(errors))
-        spread(columns.grid_error, out, columns.PANEL, work, *arguments)
+        spread(columns.grid_error, out, columns.PANEL, g * n * out, *arguments)
         return errors
 
     def solve_rows(
         self, weight: Tensor, target: Tensor, factor: Tensor, group: Tensor, scales: Tensor, zeros: Tensor, top: int
     ) -> tuple[Tensor, Tensor]:
-        codes, errors = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(weight.shape)
+        b, out = weight.shape
+        assert target.shape == (b, out) and factor.shape == (b, b) and group.shape == (b,)
+        assert scales.shape == zeros.shape == (scales.shape[0], out) and int(group.max()) < scales.shape[0]
+        codes, errors = torch.empty(b, out, dtype=torch.uint8), torch.empty(b, out)
         inputs = (array(weight), array(target), array(factor), array(group), array(scales), array(zeros))
-        work = weight.numel() * weight.shape[0]
-        spread(columns.solve_rows, weight.shape[1], columns.PANEL, work, *inputs, top, array(codes), array(errors))
+        spread(columns.solve_rows, out, columns.PANEL, b * b * out, *inputs, top, array(codes), array(errors))
         return codes, errors
 
 
 def _matmul(x: Tensor, planes: Planes) -> Tensor:
+    assert x.dim() == 2 and x.shape[1] == planes.in_features
     if planes.order is not None:
         x = x[:, planes.order]
     if x.shape[0] > FEW_ROWS:
@@ -230,6 +234,8 @@ def _dequantize(
 ) -> None:
     """Fill the rows `place` of float16 `result` from rows of one width."""
     out = words.shape[1]
+    assert words.shape[0] * 32 == group.numel() * bits and place.numel() == group.numel()
+    assert scales.shape == zeros.shape == (scales.shape[0], out) and int(group.max()) < scales.shape[0]
     inputs = (unsigned(words), bits, *pack_unit(bits), float_array(scales), array(zeros), array(group), array(place))
     spread(columns.dequantize, out, 64, group.numel() * out, *inputs, float_array(result))
 

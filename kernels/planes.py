@@ -70,6 +70,10 @@ class Planes:
     rest: GptqWeight | Exl2Weight
 
     @property
+    def in_features(self) -> int:
+        return sum(section.rows for section in self.sections)
+
+    @property
     def out_features(self) -> int:
         return self.sections[0].out_features
 

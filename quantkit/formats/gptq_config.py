@@ -42,16 +42,16 @@ class GptqConfig:
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str = "quantization_config") -> "GptqConfig":
         """Unknown keys are ignored. Raises FormatError for what cannot be read, naming key, value and `where`."""
-        method = config.get("quant_method", config.get("method"))
+        method = config.get("quant_method", config.get("method", "gptq"))  # old AutoGPTQ files do not say
         if method != "gptq":
             raise FormatError(f"expected `quant_method` `gptq`, found `{method}` in `{where}`")
         _refuse_foreign(config, where)
         base = GptqSettings(
+            checkpoint_format=_checkpoint_format(config, where),  # first: other formats have other widths
             bits=_bits(config.get("bits"), where),
             group_size=_group_size(config.get("group_size", 128), where),
             sym=_flag(config, "sym", True, where),
             act_order=_flag(config, "desc_act", False, where),
-            checkpoint_format=_checkpoint_format(config, where),
             packed_borrow=_written_before_gptqmodel_7(config),
         )
         rules = config.get("dynamic") or {}

@@ -21,7 +21,8 @@ def test_plain_config() -> None:
 
 
 def test_missing_keys_take_the_defaults_of_other_readers() -> None:
-    assert GptqConfig.read({"method": "gptq", "bits": 8}).base == GptqSettings(8, 128, True, False, "gptq")
+    for keys in ({"method": "gptq", "bits": 8}, {"bits": 8}):
+        assert GptqConfig.read(keys).base == GptqSettings(8, 128, True, False, "gptq")
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,7 @@ def test_unknown_keys_are_ignored() -> None:
     [
         ({"quant_method": "awq"}, "expected `quant_method` `gptq`, found `awq` in `quantization_config`"),
         ({"checkpoint_format": "gptq_p"}, "checkpoint format `gptq_p` \\(planar codes\\) cannot be read"),
+        ({"checkpoint_format": "gptq_p", "bits": 5}, "checkpoint format `gptq_p`"),
         ({"format": "marlin"}, "checkpoint format `marlin` \\(Marlin tiles\\) cannot be read"),
         ({"checkpoint_format": "bitblas"}, "checkpoint format `bitblas` \\(BitBLAS tiles\\) cannot be read"),
         ({"checkpoint_format": "gptq_v3"}, "expected `checkpoint_format` `gptq` or `gptq_v2`, found `gptq_v3`"),
