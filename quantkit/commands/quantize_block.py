@@ -20,6 +20,7 @@ from quantkit.commands.quantize_report import LinearResult
 from quantkit.errors import FormatError, GateError
 from quantkit.formats.codec import Codec, StoredTensor
 from quantkit.models.architecture import Stage
+from quantkit.models.fan import Activations
 from quantkit.models.linear import Linear
 from quantkit.models.transformer import Block, Rotary
 from quantkit.plan import Plan, kind_of
@@ -123,10 +124,10 @@ def _observe(
         hessians[stage.name] = Hessian(first.in_features, first.name, token_share=TOKEN_SHARE, device=first.device)
     tokens: Counter[str] = Counter()
 
-    def observe(stage: Stage, x: Tensor) -> None:
-        if stage.name in hessians:
-            hessians[stage.name].add(x)
-            tokens[stage.name] += len(x)
+    def observe(seen: Activations) -> None:
+        if seen.stage.name in hessians:
+            hessians[seen.stage.name].add(seen.inputs)
+            tokens[seen.stage.name] += len(seen.inputs)
 
     for hidden in stream.batches():
         block.forward(hidden, rotary, observe=observe)

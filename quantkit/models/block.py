@@ -34,8 +34,8 @@ class Block:
     ) -> Tensor:
         """`[b, s, hidden]` float32 → the same.
 
-        `observe(stage, x [m, in])` gets the input of each stage just before its linears run: all tokens, or those that
-        were routed to an expert. It is not called for an expert that no token reached.
+        `observe` gets what went through each stage just after its linears ran: all tokens, or those that were routed
+        to an expert. It is not called for an expert that no token reached.
         """
         attended = self.attention(self.before_attention(hidden), rotary, cache, observe)
         hidden = hidden + (self.after_attention(attended) if self.after_attention else attended)

@@ -10,7 +10,23 @@ from quantkit.models.architecture import LinearSpec, Stage
 from quantkit.models.linear import Linear
 from quantkit.models.source import Device, Source, read_linear
 
-Observe = Callable[[Stage, Tensor], None]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activations:
+    """What went through the linears of one stage.
+
+    inputs   [m, in], in the dtype of the linears
+    outputs  [..., out] of each linear, m rows, in the order of the stage; under autograd they are nodes of its graph
+    tokens   int64 [m]: which tokens of the block's input these are; None for all of them, in order
+    """
+
+    stage: Stage
+    inputs: Tensor
+    outputs: tuple[Tensor, ...]
+    tokens: Tensor | None = None
+
+
+Observe = Callable[[Activations], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +46,9 @@ class Fan:
         return cls(stage, linears, tuple(width for spec in specs for width in spec.widths))
 
     def __call__(self, x: Tensor, observe: Observe | None = None) -> tuple[Tensor, ...]:
-        """`[..., in]` → one `[..., width]` for each role. `observe` sees the input as `[m, in]`, as the linears do."""
+        """`[..., in]` → one `[..., width]` for each role. `observe` sees what went through the linears."""
         x = x.to(self.linears[0].dtype)
-        if observe is not None:
-            observe(self.stage, x.reshape(-1, x.shape[-1]))
         outputs = tuple(linear(x) for linear in self.linears)
+        if observe is not None:
+            observe(Activations(self.stage, x.reshape(-1, x.shape[-1]), outputs))
         return outputs if len(outputs) == len(self.widths) else outputs[0].split(self.widths, dim=-1)

@@ -1,7 +1,7 @@
 """Feed-forward parts of a block: one gated MLP, or a mixture of them of which a router chooses a few for each token."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,13 @@ class Mixture:
         out = torch.zeros_like(tokens, dtype=torch.float32)
         for expert in choice.unique().tolist():
             rows, rank = torch.where(choice == expert)
-            routed = self.experts[expert](tokens[rows], observe)
+            routed = self.experts[expert](tokens[rows], observe and _naming_tokens(observe, rows))
             out.index_add_(0, rows, routed * weights[rows, rank, None])
         if self.shared is not None and self.shared_gate is not None:
             out += self.shared_gate(tokens).sigmoid() * self.shared(tokens, observe)
         return out.reshape(x.shape)
+
+
+def _naming_tokens(observe: Observe, tokens: Tensor) -> Observe:
+    """An expert does not know which tokens it was given."""
+    return lambda seen: observe(replace(seen, tokens=tokens))

@@ -19,6 +19,7 @@ from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.errors import RequestError
 from quantkit.models import catalog
 from quantkit.models.config import ModelConfig
+from quantkit.models.fan import Activations
 from quantkit.models.transformer import Model, Rotary, load_block, load_embedding, load_head
 from quantkit.runtime.cache import KVCache
 
@@ -195,20 +196,23 @@ def test_one_block_at_a_time_is_the_whole_model(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_observers_see_the_input_of_every_linear(family: str, tmp_path: Path) -> None:
+def test_observers_see_what_goes_through_every_linear(family: str, tmp_path: Path) -> None:
     source, config, architecture, dtype = load_parts(tiny.write_model(tmp_path, family, tokenizer=False))
     block = load_block(source, config, architecture, 0, dtype)
     seen: dict[str, torch.Tensor] = {}
+    tokens: dict[str, torch.Tensor | None] = {}
 
-    def observe(stage: Any, x: torch.Tensor) -> None:
-        assert x.dim() == 2
-        for name in stage.linears:
+    def observe(activations: Activations) -> None:
+        x, outputs = activations.inputs, activations.outputs
+        for name, output in zip(activations.stage.linears, outputs, strict=True):
             assert x.shape[1] == block.linears[name].in_features
-            seen[name] = x
+            assert torch.equal(output.reshape(len(x), -1), block.linears[name](x))
+            seen[name], tokens[name] = x, activations.tokens
 
     ids = torch.arange(5, 205).reshape(2, 100)
     hidden = load_embedding(source, config, architecture, dtype)(ids)
-    block.forward(hidden, Rotary.at(config.ropes, torch.arange(100)[None]), observe=observe)
+    rotary = Rotary.at(config.ropes, torch.arange(100)[None])
+    block.forward(hidden, rotary, observe=observe)
     quantizable = [spec.name for spec in architecture.block_linears(config, 0) if spec.quantizable]
     assert list(block.linears) == quantizable
     assert [name for stage in block.stages() for name in stage.linears] == quantizable
@@ -216,6 +220,12 @@ def test_observers_see_the_input_of_every_linear(family: str, tmp_path: Path) ->
     routed = [name for name in quantizable if ".experts." in name and name.endswith(("gate_proj", "w1"))]
     if routed:
         assert sum(len(seen[name]) for name in routed) == ids.numel() * config.experts.chosen
+        every = torch.cat([tokens[name] for name in routed])
+        assert torch.equal(every.bincount(), torch.full((ids.numel(),), config.experts.chosen))
+        attended = hidden + block.attention(block.before_attention(hidden), rotary, None, None)
+        fed = block.before_mlp(attended).flatten(0, 1)
+        assert all(torch.equal(seen[name], fed[tokens[name]]) for name in routed)
+    assert all(tokens[name] is None for name in set(quantizable) if ".experts." not in name)
     assert all(len(seen[name]) == ids.numel() for name in set(quantizable) if ".experts." not in name)
 
 
@@ -233,7 +243,7 @@ def test_an_expert_that_no_token_reaches_is_not_run(tmp_path: Path) -> None:
     stages = []
     hidden = load_embedding(source, sizes, architecture, dtype)(ids)
     rotary = Rotary.at(sizes.ropes, torch.arange(50)[None])
-    load_block(source, sizes, architecture, 0, dtype).forward(hidden, rotary, observe=lambda stage, x: stages.append(stage))
+    load_block(source, sizes, architecture, 0, dtype).forward(hidden, rotary, observe=lambda seen: stages.append(seen.stage))
     names = {stage.name for stage in stages}
     assert any(".experts.2." in name for name in names)
     assert not any(".experts.3." in name for name in names)
