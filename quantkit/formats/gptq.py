@@ -56,21 +56,21 @@ def decode(name: str, tensors: Mapping[str, Tensor], settings: GptqSettings | No
     qweight, qzeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"]
     for suffix, words in (("qweight", qweight), ("qzeros", qzeros)):
         if words.dtype != torch.int32 or words.dim() != 2:
-            _refuse(name, suffix, "an int32 matrix", words)
+            raise _misfit(name, suffix, "an int32 matrix", words)
     in_features, out_features = qweight.shape[0] * 32 // settings.bits, qweight.shape[1]
     if refusal := _refusal(in_features, out_features):
         raise FormatError(f"`{name}.qweight` {_shape(qweight)} at {settings.bits} bits: {refusal}", hint=_HINT_BITS)
     groups = -(-in_features // _rows_of_group(settings, in_features))
     if scales.dtype not in (torch.float16, torch.bfloat16, torch.float32) or scales.shape != (groups, out_features):
         expected = f"floats of shape [{groups}, {out_features}] at group size {settings.group_size}"
-        _refuse(name, "scales", expected, scales)
+        raise _misfit(name, "scales", expected, scales)
     if not bool(torch.isfinite(scales).all()):
         raise FormatError(f"`{name}.scales` holds NaN or infinity", hint="download the checkpoint again")
     if qzeros.shape != (groups, out_features * settings.bits // 32):
-        _refuse(name, "qzeros", f"shape [{groups}, {out_features * settings.bits // 32}]", qzeros)
+        raise _misfit(name, "qzeros", f"shape [{groups}, {out_features * settings.bits // 32}]", qzeros)
     bias = tensors.get("bias")
     if bias is not None and (bias.shape != (out_features,) or not bias.is_floating_point()):
-        _refuse(name, "bias", f"floats of shape [{out_features}]", bias)
+        raise _misfit(name, "bias", f"floats of shape [{out_features}]", bias)
     zeros = read_zeros(qzeros, settings)
     _check_convention(name, zeros, settings)
     group = _group_of_rows(name, tensors.get("g_idx"), settings, in_features, groups, scales.device)
@@ -268,7 +268,7 @@ def _group_of_rows(
     if g_idx is None:
         return in_sequence
     if g_idx.shape != (in_features,) or g_idx.is_floating_point():
-        _refuse(name, "g_idx", f"integers of shape [{in_features}]", g_idx)
+        raise _misfit(name, "g_idx", f"integers of shape [{in_features}]", g_idx)
     group = g_idx.to(torch.int64)
     if not bool(group.any()):
         return in_sequence
@@ -290,7 +290,7 @@ def _in_sequence(g_idx: Tensor, grids: tuple[Grid, ...], layout: Layout) -> tupl
 
 def _refusal(in_features: int, out_features: int) -> str | None:
     for count, side in ((in_features, "input"), (out_features, "output")):
-        if count % 32:
+        if count % 32 or count == 0:
             return f"{count} {side} features are not a multiple of 32, as GPTQ's packed words need"
     return None
 
@@ -302,9 +302,9 @@ def _rows_of_group(settings: GptqSettings, in_features: int) -> int:
 _HINT_BITS = "check `bits` in the `quantization_config` against the file"
 
 
-def _refuse(name: str, suffix: str, expected: str, found: Tensor) -> None:
+def _misfit(name: str, suffix: str, expected: str, found: Tensor) -> FormatError:
     dtype = str(found.dtype).removeprefix("torch.")
-    raise FormatError(f"`{name}.{suffix}`: expected {expected}, found {dtype} of shape {_shape(found)}")
+    return FormatError(f"`{name}.{suffix}`: expected {expected}, found {dtype} of shape {_shape(found)}")
 
 
 def _shape(tensor: Tensor) -> str:
