@@ -33,6 +33,7 @@ ONE_IN_EACH_FIELD = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 # GPTQModel before 7.0 had 3-bit constants that are not field-wise; this is what it subtracted from each word triple.
 OLD_THREE_BIT_ONES = (0x24924924, 0x92492492, 0x49249249)
 OLD_THREE_BIT_SYMMETRIC = (0x00000000, 0xB6DB6DB7, 0x49249249)
+CHECK_BITS = "check `bits` in the `quantization_config` against the file"
 
 
 def recognise(suffixes: Collection[str]) -> bool:
@@ -59,7 +60,7 @@ def decode(name: str, tensors: Mapping[str, Tensor], settings: GptqSettings | No
             raise _misfit(name, suffix, "an int32 matrix", words)
     in_features, out_features = qweight.shape[0] * 32 // settings.bits, qweight.shape[1]
     if refusal := _refusal(in_features, out_features):
-        raise FormatError(f"`{name}.qweight` {_shape(qweight)} at {settings.bits} bits: {refusal}", hint=_HINT_BITS)
+        raise FormatError(f"`{name}.qweight` {_shape(qweight)} at {settings.bits} bits: {refusal}", hint=CHECK_BITS)
     groups = -(-in_features // _rows_of_group(settings, in_features))
     if scales.dtype not in (torch.float16, torch.bfloat16, torch.float32) or scales.shape != (groups, out_features):
         expected = f"floats of shape [{groups}, {out_features}] at group size {settings.group_size}"
@@ -297,9 +298,6 @@ def _refusal(in_features: int, out_features: int) -> str | None:
 
 def _rows_of_group(settings: GptqSettings, in_features: int) -> int:
     return in_features if settings.group_size == -1 else settings.group_size
-
-
-_HINT_BITS = "check `bits` in the `quantization_config` against the file"
 
 
 def _misfit(name: str, suffix: str, expected: str, found: Tensor) -> FormatError:

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,17 @@ def test_any_written_linear_reads_back_equal(bits, rows, out, group_size, sym, a
     x = torch.randn(3, rows, generator=random)
     assert torch.allclose(again.matmul(x), x @ again.dequantize().float() + again.bias.float(), atol=1e-4)
     assert torch.equal(again.tensors()["qweight"], tensor.tensors()["qweight"])
+
+
+def test_codes_are_in_memory_once() -> None:
+    """The words as on disk are let go when they are repacked, and made again when they are asked for."""
+    tensor, _ = stored(act_order=True)
+    words = tensor.tensors()["qweight"]
+    before, gone = words.clone(), weakref.ref(words)
+    del words
+    tensor.matmul(torch.zeros(1, 64))
+    assert gone() is None
+    assert torch.equal(tensor.tensors()["qweight"], before)
 
 
 # --- what is read
