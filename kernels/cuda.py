@@ -32,6 +32,8 @@ Tensors = Sequence[Tensor]
 THREADS = 256
 # Above this many rows of x a weight is expanded once and multiplied by the vendor's library.
 FEW_ROWS = 64
+# Rows that one launch of `solve_rows` rounds; more are taken in parts, with a product in between.
+SOLVED_ROWS = 128
 NULL = 0  # eight bytes, as every Python integer that is passed to a kernel
 MMA_NAMES = {torch.float16: "MmaF16", torch.bfloat16: "MmaBF16"}
 SCALE_NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
@@ -179,6 +181,32 @@ class CudaBackend(ReferenceBackend):
         inputs = (repacked.words, repacked.scale_codes, repacked.scale_max, repacked.runs)
         runs, groups, strip_words = len(repacked.runs), len(repacked.groups), repacked.words.shape[1]
         return self._matmul("exl2_matmul", {}, x, repacked, inputs, runs, (runs, groups, strip_words))
+
+    def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
+        if not self._launcher.reaches(rows):
+            return super().grid_error(rows, importance, scales, zeros, top)
+        (g, out), n = rows.shape, len(scales)
+        errors = self._launcher.empty((n, out), torch.float32, rows.device)
+        grid = (-(-out // 32), -(-n // 32))
+        self._run("grid_error", {}, grid, THREADS, (rows, importance, scales, zeros), (errors,), (g, out, n, top))
+        return errors
+
+    def solve_rows(
+        self, weight: Tensor, target: Tensor, factor: Tensor, group: Tensor, scales: Tensor, zeros: Tensor, top: int
+    ) -> tuple[Tensor, Tensor]:
+        if not self._launcher.reaches(weight):
+            return super().solve_rows(weight, target, factor, group, scales, zeros, top)
+        b, out = weight.shape
+        codes = self._launcher.empty((b, out), torch.uint8, weight.device)
+        errors = self._launcher.empty((b, out), torch.float32, weight.device)
+        for start in range(0, b, SOLVED_ROWS):
+            rows = slice(start, min(b, start + SOLVED_ROWS))
+            fed = target[rows] if start == 0 else target[rows] + factor[rows, :start] @ errors[:start]
+            inputs = (weight[rows], fed, factor[rows, rows], group[rows], scales, zeros)
+            outputs = (codes[rows], errors[rows])
+            sizes = (rows.stop - start, out, top)
+            self._run("solve_rows", {}, (-(-out // 32),), THREADS, inputs, outputs, sizes)
+        return codes, errors
 
     def _fused(self, x: Tensor) -> bool:
         """Whether the matmul kernels take this x: few rows, of a dtype that the tensor cores multiply."""
