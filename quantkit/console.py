@@ -51,8 +51,8 @@ def print_error(message: str, hint: str | None) -> None:
 
 
 def say(line: str) -> None:
-    """One line of narration on stderr."""
-    err.print(line, markup=False)
+    """One line of narration on stderr, left whole: what is wrapped cannot be pasted or searched."""
+    err.print(line, markup=False, soft_wrap=True)
 
 
 class _Bar:

@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from typing import Any
 
 INTERRUPTED = 130
 
@@ -21,7 +22,7 @@ def run(arguments: list[str]) -> int:
     from quantkit.errors import QuantkitError
 
     # Typer carries its own copy of click since 0.26 and used the package before: name its classes through Typer.
-    usage_error = typer.BadParameter.__bases__[0]
+    usage_error: Any = typer.BadParameter.__bases__[0]
 
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
