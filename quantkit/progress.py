@@ -45,7 +45,7 @@ class Tqdm:
     def task(self, label: str, total: int) -> Iterator[Task]:
         from tqdm.auto import tqdm
 
-        with tqdm(total=total, desc=label, leave=False) as bar:
+        with tqdm(total=total, desc=label) as bar:
             yield _TqdmTask(bar)
 
     def say(self, line: str) -> None:
