@@ -2,7 +2,6 @@
 
 import os
 from functools import cache
-from importlib.util import find_spec
 
 from quantkit.errors import BackendError
 from quantkit.kernels.protocol import Backend
@@ -27,24 +26,28 @@ def _choose(device: str, name: str | None) -> Backend:
     if device not in ("cpu", "cuda", "auto"):
         raise BackendError(f"unknown device `{device}`", hint="use `auto`, `cpu` or `cuda`")
     if name == "cuda" or (name is None and device == "cuda"):
-        message = f"the CUDA backend was asked for, but {_cuda_missing()}"
-        raise BackendError(message, hint="use `--device cpu` or `QUANTKIT_BACKEND=cpu`")
+        return _cuda("asked for by name" if name else "the device is a GPU")
     if name == "reference":
         return _reference("asked for by name")
+    reason = "asked for by name" if name else "the device is a CPU"
+    if device == "auto" and name is None:
+        try:
+            return _cuda("the best device of this machine")
+        except BackendError as error:
+            reason = error.message
     missing = _cpu_missing()
     if name == "cpu" and missing:
         message = f"the CPU kernels were asked for, but {missing}"
         raise BackendError(message, hint="use `QUANTKIT_BACKEND=reference`: slower, equally right")
     if missing:
         return _reference(f"plain torch, as {missing}")
-    return _cpu("asked for by name" if name else "the device is a CPU" if device == "cpu" else _cuda_missing())
+    return _cpu(reason)
 
 
-def _cuda_missing() -> str:
-    """Why CUDA cannot be used, in words."""
-    if find_spec("cupy") is None:
-        return "CuPy is not installed"
-    return "this version has no CUDA kernels yet"
+def _cuda(reason: str) -> Backend:
+    from quantkit.kernels.probe import cuda_backend
+
+    return cuda_backend(reason)
 
 
 def _cpu_missing() -> str | None:
