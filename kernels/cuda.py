@@ -32,11 +32,13 @@ Tensors = Sequence[Tensor]
 THREADS = 256
 # Above this many rows of x a weight is expanded once and multiplied by the vendor's library.
 FEW_ROWS = 64
+# Runs that one block of an expand kernel takes: as in `expand.cuh`.
+EXPANDED_RUNS = 16
 # Rows that one launch of `solve_rows` rounds; more are taken in parts, with a product in between.
 SOLVED_ROWS = 128
 NULL = 0  # eight bytes, as every Python integer that is passed to a kernel
 MMA_NAMES = {torch.float16: "MmaF16", torch.bfloat16: "MmaBF16"}
-SCALE_NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
+FLOAT_NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class CudaBackend(ReferenceBackend):
         _, unit_words = check_words(weight.words, weight.bits)
         out = weight.words.shape[1]
         result = self._launcher.empty((weight.group.numel(), out), torch.float16, weight.words.device)
-        defines, columns = _columns(out, BITS=weight.bits, SCALE=SCALE_NAMES[weight.scales.dtype])
+        defines, columns = _columns(out, BITS=weight.bits, SCALE=FLOAT_NAMES[weight.scales.dtype])
         units = weight.words.shape[0] // unit_words
         inputs = (weight.words, weight.scales, weight.zeros, weight.group)
         self._cover("gptq_dequantize", defines, units * out // columns, inputs, result, units, out)
@@ -147,13 +149,13 @@ class CudaBackend(ReferenceBackend):
     def gptq_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
         if not isinstance(repacked, GptqTiles):
             return super().gptq_matmul(x, repacked)
-        if not self._fused(x):
-            return product(x, self.gptq_dequantize(self.gptq_restore(repacked)))
-        defines = {"BITS": repacked.bits, "SCALE": SCALE_NAMES[repacked.scales.dtype]}
+        defines = {"BITS": repacked.bits, "SCALE": FLOAT_NAMES[repacked.scales.dtype]}
         shift = repacked.group_shift
         inputs = (repacked.words, repacked.scales, repacked.zeros, repacked.run_group if shift is None else None)
-        runs, groups = len(repacked.run_group), repacked.scales.shape[1]
-        return self._matmul("gptq_matmul", defines, x, repacked, inputs, runs, (runs, groups, shift or 0))
+        sizes = (len(repacked.run_group), repacked.scales.shape[1], shift or 0)
+        if self._fused(x):
+            return self._matmul("gptq_matmul", defines, x, repacked, inputs, sizes)
+        return x @ self._expand("gptq_expand", defines, x.dtype, repacked, inputs, sizes)
 
     def exl2_repack(self, weight: Exl2Weight) -> Repacked:
         if not self._launcher.reaches(weight.words):
@@ -176,11 +178,11 @@ class CudaBackend(ReferenceBackend):
     def exl2_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
         if not isinstance(repacked, Exl2Tiles):
             return super().exl2_matmul(x, repacked)
-        if not self._fused(x):
-            return product(x, self.exl2_dequantize(self.exl2_restore(repacked)))
         inputs = (repacked.words, repacked.scale_codes, repacked.scale_max, repacked.runs)
-        runs, groups, strip_words = len(repacked.runs), len(repacked.groups), repacked.words.shape[1]
-        return self._matmul("exl2_matmul", {}, x, repacked, inputs, runs, (runs, groups, strip_words))
+        sizes = (len(repacked.runs), len(repacked.groups), repacked.words.shape[1])
+        if self._fused(x):
+            return self._matmul("exl2_matmul", {}, x, repacked, inputs, sizes)
+        return x @ self._expand("exl2_expand", {}, x.dtype, repacked, inputs, sizes)
 
     def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
         if not self._launcher.reaches(rows):
@@ -220,11 +222,10 @@ class CudaBackend(ReferenceBackend):
         x: Tensor,
         tiles: GptqTiles | Exl2Tiles,
         inputs: Sequence[Tensor | None],
-        runs: int,
         sizes: Sequence[int],
     ) -> Tensor:
-        """`sizes` of the weight stand between those of x and y and the last one, the runs of a split."""
-        rows, (in_features, out) = len(x), (tiles.in_features, tiles.out_features)
+        """`sizes` of the weight, runs first, stand between those of x and y and the last one, the runs of a split."""
+        rows, in_features, out, runs = len(x), tiles.in_features, tiles.out_features, sizes[0]
         y = self._launcher.empty((rows, out), x.dtype, x.device)
         shape = Shape.of(rows, out, runs, self._launcher.processors(x.device))
         partial = self._launcher.empty(shape.partial if shape.splits > 1 else (1,), torch.float32, x.device)
@@ -239,6 +240,22 @@ class CudaBackend(ReferenceBackend):
             (rows, in_features, out, *sizes, shape.range),
         )
         return y
+
+    def _expand(
+        self,
+        name: str,
+        defines: Defines,
+        dtype: torch.dtype,
+        tiles: GptqTiles | Exl2Tiles,
+        inputs: Sequence[Tensor | None],
+        sizes: Sequence[int],
+    ) -> Tensor:
+        """[in, out] in `dtype`: the float16 weight, for a product by the vendor's library."""
+        dense = self._launcher.empty((tiles.in_features, tiles.out_features), dtype, tiles.words.device)
+        grid = (len(tiles.words), -(-sizes[0] // EXPANDED_RUNS))
+        defines = {**defines, "VALUE": FLOAT_NAMES[dtype]}
+        self._run(name, defines, grid, 128, (tiles.order, *inputs), (dense,), (tiles.out_features, *sizes))
+        return dense
 
     def _cover(self, name: str, defines: Defines, count: int, inputs: Tensors, output: Tensor, *sizes: int) -> None:
         """A launch with one thread for each of `count` pieces of work."""
@@ -273,8 +290,3 @@ def _ready(tensor: Tensor) -> Tensor:
     tensor = tensor.contiguous()
     row_bytes = tensor.shape[-1] * tensor.element_size() if tensor.dim() else 0
     return tensor if tensor.data_ptr() % gcd(16, row_bytes) == 0 else tensor.clone()
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [m, in] · float16 weight [in, out] → [m, out] in the dtype of x, by the vendor's library."""
-    return x @ weight.to(x.dtype)

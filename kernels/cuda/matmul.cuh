@@ -97,7 +97,7 @@ INTRIN void finish(float (*sums)[T / 8][4], u16* y, float* partial, int* arrived
 // A weight W offers `Lane`, one strip as one lane of a warp sees it:
 //   start(W::Tile& tile, int run)               loads of the words of a tile, no use of them
 //   fetch(W::Group& group, int run)             loads of the scales of a run's group, unless that is the group already there
-//   multiply<X, tiles>(sums, W::Tile& tile, W::Scales& scales, b)
+//   weights<X>(W::Tile& tile, W::Scales& scales, use)    each_fragment of tiles.cuh
 // W::Scales is made of a W::Group by `enter`, when its first tile is multiplied.
 // and `ahead`, how many tiles a warp keeps in registers: 2 or 4. X is the element type of mma, T the tokens of a block.
 //
@@ -158,7 +158,17 @@ INTRIN void matmul(const W& weight, const u16* x, const int* order, u16* y, floa
         uint4 b[S::tiles];
 #pragma unroll
         for (int j = 0; j < S::tiles; ++j) b[j] = *(const uint4*)(rows + 8 * j * S::stride + q * 32);
-        strip_of_lane.template multiply<X, S::tiles>(sums, tiles[q % W::ahead], scales, b);
+        strip_of_lane.template weights<X>(tiles[q % W::ahead], scales, [&](int f, const u32(&a)[2][4]) {
+#pragma unroll
+          for (int j = 0; j < S::tiles; ++j) {
+            const u32 tokens[4] = {b[j].x, b[j].y, b[j].z, b[j].w};
+            float product[4] = {0.f, 0.f, 0.f, 0.f};
+            X::mma(product, a[0], tokens);
+            X::mma(product, a[1], tokens + 2);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[f][j][i] = __fmaf_rn(scales.scale[2 * f + i / 2], product[i], sums[f][j][i]);
+          }
+        });
       }
     __syncthreads();
   }

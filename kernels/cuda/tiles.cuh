@@ -96,9 +96,8 @@ template <class X, int B> INTRIN u32 weight_pair(const u32* words, int f, int s,
   return v;
 }
 
-// sums[f][tokens / 8] += scale · (code - zero) · x over one tile. b[j] are the activations of tokens 8j … 8j + 7.
-template <class X, int B, int TILES>
-INTRIN void multiply_tile(float (*sums)[TILES][4], const u32* words, const uint4* b, const float* scale, const u32* minus) {
+// use(f, a) for each fragment f: a[s][r] holds code - zero of half s, register r. minus[2f + v] is of minus_zero.
+template <class X, int B, class Use> INTRIN void each_fragment(const u32* words, const u32* minus, Use use) {
 #pragma unroll
   for (int f = 0; f < 4; ++f) {
     u32 a[2][4];
@@ -106,14 +105,6 @@ INTRIN void multiply_tile(float (*sums)[TILES][4], const u32* words, const uint4
     for (int s = 0; s < 2; ++s)
 #pragma unroll
       for (int r = 0; r < 4; ++r) a[s][r] = weight_pair<X, B>(words, f, s, r, minus[2 * f + (r & 1)]);
-#pragma unroll
-    for (int j = 0; j < TILES; ++j) {
-      const u32 x[4] = {b[j].x, b[j].y, b[j].z, b[j].w};
-      float part[4] = {0.f, 0.f, 0.f, 0.f};
-      X::mma(part, a[0], x);
-      X::mma(part, a[1], x + 2);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[f][j][i] = __fmaf_rn(scale[2 * f + i / 2], part[i], sums[f][j][i]);
-    }
+    use(f, a);
   }
 }

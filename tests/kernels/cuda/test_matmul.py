@@ -121,16 +121,17 @@ def test_the_same_bits_under_every_schedule_and_any_split() -> None:
         assert launcher.launched[-1][1][2] == {1: 2, 100: 4}[processors], "splits"
 
 
-def test_what_the_fused_kernels_do_not_take_is_expanded() -> None:
-    weight = random_weights.gptq(64, 64, 4, 32)
-    for rows, dtype, architecture in ((65, torch.float16, 80), (2, torch.float32, 80), (2, torch.bfloat16, 75)):
+@pytest.mark.parametrize(("rows", "dtype", "architecture"), [(65, torch.float16, 80), (2, torch.float32, 80), (2, torch.bfloat16, 75)])
+def test_what_the_fused_kernels_do_not_take_is_expanded(rows, dtype, architecture) -> None:
+    for weight, dequantized, run in (
+        (stored := random_weights.gptq(96, 100, 4, 48, act_order=True), REFERENCE.gptq_dequantize(stored), gptq),
+        (mixed := random_weights.exl2(MIXED, 96), REFERENCE.exl2_dequantize(mixed), exl2),
+    ):
         launcher = ExecutorLauncher(architecture=architecture)
-        x = activations(rows, 64, dtype)
-        check_float = {torch.float32: 1e-5}.get(dtype, TOLERANCE.get(dtype))
-        got = gptq(CudaBackend(launcher), weight, x)
-        expected = x.double() @ REFERENCE.gptq_dequantize(weight).double()
-        assert float((got.double() - expected).abs().max()) <= check_float * float(expected.abs().max())
-        assert "gptq_matmul" not in [name for name, _ in launcher.launched]
+        x = activations(rows, len(dequantized), dtype)
+        got = run(CudaBackend(launcher), weight, x)
+        assert torch.equal(got, x @ dequantized.to(dtype))
+        assert launcher.launched[-1][0] == f"{run.__name__}_expand"
 
 
 def test_large_activations_do_not_overflow_inside() -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor
-
 from cuda_on_cpu import SCHEDULES, compiler, guarded
 from cuda_on_cpu.launcher import ExecutorLauncher
+from torch import Tensor
+
 from quantkit.kernels.cuda import CudaBackend
 from quantkit.kernels.reference import ReferenceBackend
 
