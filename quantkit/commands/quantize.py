@@ -30,7 +30,7 @@ from quantkit.formats.dense import DenseTensor
 from quantkit.models.architecture import HEAD
 from quantkit.models.transformer import Model, Rotary, load_block, load_embedding
 from quantkit.plan import Plan, kind_of
-from quantkit.progress import Progress, Silent
+from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.generator import Generator, Request
 from quantkit.runtime.load import load
 from quantkit.runtime.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress | None = 
 
     report = quantkit.quantize("models/llama", "models/llama-gptq", bits=4, group_size=64)
     """
-    return run(QuantizeSettings(str(model), Path(out), **options), progress or Silent())
+    return run(QuantizeSettings(str(model), Path(out), **options), progress or Tqdm())
 
 
 def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
@@ -55,7 +55,7 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
 
     Only a GateError of the measurement at the end comes when the result is complete; it stays.
     """
-    clock = _Clock()
+    start = time.monotonic(), time.process_time()
     codec, placement = choose_codec(settings), choose_placement(settings)
     checkpoint = open_checkpoint(settings.model)
     with CheckpointWriter(settings.out, source=checkpoint.path, overwrite=settings.overwrite) as writer:
@@ -66,7 +66,7 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
         job.plan.check_done(result.name for result in results)
         _pass_through(job, writer, receipt)
         files = _finish(job, writer, receipt)
-    seconds, cpu_seconds = clock.seconds, clock.cpu_seconds
+    spent = _spent_since(start)
     damage = _measure(job, settings.out, progress) if settings.evaluate else None
     return QuantizeReport(
         out=settings.out,
@@ -78,9 +78,14 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
         parameters=job.parameters,
         size_bytes=sum(file.stat().st_size for file in files if file.suffix == ".safetensors"),
         calibration=Calibration(
-            settings.calibration, *job.rows.shape, settings.seed, placement.device, placement.dtype_name
+            source=settings.calibration,
+            rows=settings.samples,
+            length=settings.length,
+            seed=settings.seed,
+            device=placement.device,
+            dtype=placement.dtype_name,
         ),
-        cost=Cost(seconds, cpu_seconds, clock.seconds - seconds, _peak_memory_bytes()),
+        cost=Cost(*spent, *(_spent_since(start) if settings.evaluate else spent)),
         damage=damage,
     )
 
@@ -226,22 +231,10 @@ def _sample_prompt(tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(SAMPLE_PROMPT, special=True)
 
 
-class _Clock:
-    """Wall and processor seconds since it was made."""
+def _spent_since(start: tuple[float, float]) -> tuple[float, float, int]:
+    """Wall seconds, processor seconds, and the peak memory of the process so far in bytes.
 
-    def __init__(self) -> None:
-        self._wall, self._cpu = time.monotonic(), time.process_time()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._wall
-
-    @property
-    def cpu_seconds(self) -> float:
-        return time.process_time() - self._cpu
-
-
-def _peak_memory_bytes() -> int:
-    """Of this process so far. `VmHWM`, since a child inherits `ru_maxrss` from its parent."""
+    `VmHWM` and not `ru_maxrss`, which a child inherits from its parent.
+    """
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else 0
+    return time.monotonic() - start[0], time.process_time() - start[1], int(found[1]) * 1024 if found else 0

@@ -64,7 +64,7 @@ def solve_block(
                     continue
             found = None if hessian is None else factor(hessian, name=stage.linears[0])
             del hessian
-            yield from _solve_stage(linears, stage.linears, found, codec, tokens, found and found.fallback)
+            yield from _solve_stage(linears, stage.linears, found, codec, tokens)
     for stage, tokens in starved:
         shared = pools[kind_of(stage.name)].mean()
         found = None if shared is None else factor(shared, name=stage.linears[0])
@@ -140,9 +140,11 @@ def _solve_stage(
     found: Factor | None,
     codec: Codec,
     tokens: int,
-    fallback: str | None,
+    fallback: str | None = None,
 ) -> Iterator[SolvedLinear]:
-    """Linears that read one input, solved side by side."""
+    """Linears that read one input, solved side by side. `fallback` says what their Hessian is, if not their own."""
+    if found is not None and fallback is None:
+        fallback = found.fallback
     with _naming(names[0]):
         solutions = solve_together([linears[name].weight() for name in names], found, codec)
     for name, solution in zip(names, solutions, strict=True):
