@@ -5,6 +5,7 @@ a soft cap stands between product and softmax. Windows and caps go through in pi
 score matrix grows with the square of the text.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -107,9 +108,22 @@ def _fused(
     q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
+    mixed = F.scaled_dot_product_attention(
         q, k, v, attn_mask=seen, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
+    return mixed if q.device.type != "cpu" else _spoil(mixed, q, k[:, :, -q.shape[2] :])
+
+
+def _spoil(mixed: Tensor, *read: Tensor) -> Tensor:
+    """`mixed`, all NaN in those rows of the batch where a tensor that was `read` has a NaN or an infinity.
+
+    With fewer than sixteen queries torch's kernel for CPUs takes a NaN score for a masked one and mixes values as if
+    nothing had happened. Keys of the past need no look: they spoiled the output when they were new.
+    """
+    if math.isfinite(sum(float(part.sum(dtype=torch.float32)) for part in read)):
+        return mixed
+    sums = [part.sum((1, 2, 3), keepdim=True, dtype=torch.float32) for part in read]
+    return mixed + (0 * torch.stack(sums)).sum(0).to(mixed.dtype)
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, seen: Tensor) -> Tensor:

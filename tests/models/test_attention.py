@@ -52,3 +52,16 @@ def test_the_dtype_is_kept(cap: float | None) -> None:
     assert got.dtype == torch.bfloat16
     expected = written_out(q, k, v, 0.4, None, cap)
     torch.testing.assert_close(got.double(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize(("queries", "positions"), [(1, 1), (1, 21), (5, 5), (5, 21), (16, 16)])
+@pytest.mark.parametrize("place", ["query", "key", "value"])
+def test_what_is_no_number_comes_out_and_stays_in_its_row(place: str, queries: int, positions: int, cap: float | None) -> None:
+    """Torch's kernel for CPUs hides a NaN score when there are few queries: damaged weights would talk nonsense."""
+    q = torch.randn(2, 4, queries, 8, generator=torch.Generator().manual_seed(3))
+    k, v = torch.randn(2, 2, 2, positions, 8, generator=torch.Generator().manual_seed(4))
+    {"query": q, "key": k, "value": v}[place][1, :, -1, -1] = float("nan")
+    got = attend(q, k, v, scale=0.4, cap=cap)
+    assert got[0].isfinite().all()
+    assert got[1, :, -1].isnan().any()
