@@ -6,19 +6,25 @@
     q_groups     int16 [2·groups]          (bits, first packed row) of each group, unsigned
     q_invperm    int32 [in]                the stored row of each input feature
 
-`out` is padded to a multiple of 32 on disk. `docs/formats/exl2.md` has the bytes.
+`out` is padded to a multiple of 32 on disk. `docs/formats/exl2.md` has the bytes. Which layouts are legal stands in
+`exl2_layout`, how a group's scales are chosen in `exl2_grid`.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantkit import kernels
 from quantkit.errors import FormatError
+from quantkit.formats import exl2_grid, exl2_layout
 from quantkit.formats.codec import Codes, Grid, Group, Layout, StoredTensor
+from quantkit.formats.exl2_layout import MOST_IN_FEATURES, Width
 from quantkit.kernels.protocol import WIDTHS, Backend, Exl2Weight, Repacked
 from quantkit.kernels.reference import exl2_scales
+
+__all__ = ["Exl2Codec", "Exl2Tensor", "Width", "decode", "encode", "recognise"]
 
 DTYPES = {
     "q_weight": torch.int32,
@@ -27,8 +33,6 @@ DTYPES = {
     "q_groups": torch.int16,
     "q_invperm": torch.int32,
 }
-# Readers keep the permutation in 16 bits.
-MOST_IN_FEATURES = 65536
 DAMAGED = "the file is damaged or of another format: download the checkpoint again"
 
 
@@ -71,10 +75,14 @@ def decode(name: str, tensors: Mapping[str, Tensor], out_features: int | None = 
 
 
 def encode(codes: Codes, bias: Tensor | None = None) -> "Exl2Tensor":
-    """The on-disk form of a solved weight; outputs are padded with codes that are exactly zero.
+    """The on-disk form of a solved weight; outputs are padded with codes that are exactly zero, a bias with zeros.
 
-    Each grid's `stored` has `q_scale` (uint8 [out], codes 0 … 15) and `q_scale_max` (float16, one number).
+    Each grid's `stored` has `q_scale` (uint8 [out], codes 0 … 15) and `q_scale_max` (float16, one number). Raises
+    FormatError for a layout that EXL2's readers cannot read, and for a bias beyond float16.
     """
+    reason = exl2_layout.refusal(codes.layout)
+    if reason is not None:
+        raise FormatError(reason)
     out_features = codes.q.shape[1]
     missing = -out_features % 32
     backend = kernels.backend(codes.q.device.type)
@@ -95,6 +103,8 @@ def encode(codes: Codes, bias: Tensor | None = None) -> "Exl2Tensor":
     }
     if bias is not None:
         tensors["bias"] = torch.nn.functional.pad(bias.to(torch.float16), (0, missing))
+        if not bool(torch.isfinite(tensors["bias"]).all()):
+            raise FormatError(f"a bias of {float(bias.abs().max()):.3g} does not fit float16, as EXL2 stores it")
     return decode("the encoded weight", tensors, out_features)
 
 
@@ -156,6 +166,54 @@ class Exl2Tensor(StoredTensor):
             backend, repacked = self._reader
             weight = backend.exl2_restore(repacked)
         return weight
+
+
+@dataclass(frozen=True, slots=True)
+class Exl2Codec:
+    """Writes EXL2. `mix` is the layout of one weight, or shares of the rows of any weight, widest first.
+
+    Rows are stored in the order in which they are solved, the most important first, so that it always acts in order.
+    """
+
+    mix: Layout | tuple[Width, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mix, Layout):
+            exl2_layout.check(self.mix)
+        elif reason := exl2_layout.refusal(self.mix):
+            raise FormatError(reason)
+
+    @property
+    def name(self) -> str:
+        return "exl2"
+
+    @property
+    def act_order(self) -> bool:
+        return True
+
+    def refusal(self, in_features: int, out_features: int) -> str | None:
+        if not isinstance(self.mix, Layout):
+            return exl2_layout.shape_refusal(in_features, self.mix[-1].bits)
+        rows = self.mix.rows
+        return None if rows == in_features else f"the layout is for {rows} input features, not for {in_features}"
+
+    def layout(self, in_features: int) -> Layout:
+        reason = self.refusal(in_features, 1)
+        if reason is not None:
+            raise FormatError(reason)
+        return self.mix if isinstance(self.mix, Layout) else exl2_layout.mixed(in_features, self.mix)
+
+    def stored_bits(self, in_features: int, out_features: int, bias: bool) -> int:
+        """All bits on disk of a weight of this shape; see `exl2_layout.stored_bits`."""
+        return exl2_layout.stored_bits(self.layout(in_features), out_features, bias)
+
+    def fit(self, rows: Tensor, bits: int, importance: Tensor | None) -> Grid:
+        """See `exl2_grid.fit`."""
+        return exl2_grid.fit(rows, bits, importance)
+
+    def encode(self, codes: Codes, bias: Tensor | None) -> Exl2Tensor:
+        """See the function of this name."""
+        return encode(codes, bias)
 
 
 def _layout(name: str, q_groups: Tensor, packed_rows: int) -> Layout:

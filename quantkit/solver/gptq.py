@@ -42,7 +42,8 @@ def solve_together(weights: Sequence[Tensor], factor: Factor | None, codec: Code
     Rows are processed in the order of the factor. A codec without act-order keeps groups of consecutive features, and
     their grids are fitted beforehand to the weights as they are. With act-order a group is a run of rows in
     processing order, and its grid is fitted when its first row is reached, to the rows as they stand by then: moved
-    to make up for the errors of all rows before. In the choice of a grid a row weighs as much as its pivot.
+    to make up for the errors of all rows before; groups may then differ in width. In the choice of a grid a row weighs
+    as much as its pivot.
     """
     if factor is None:
         return [_round_to_nearest(weight, codec) for weight in weights]
@@ -119,6 +120,7 @@ class _Rounding:
 
 def _round_static(rounding: _Rounding, codec: Codec, layout: Layout) -> list[list[Grid]]:
     """Grids of consecutive features, fitted first; rows in any order. Returns the grids of each group."""
+    assert len({group.bits for group in layout.groups}) == 1, "rows are rounded in one pass, so they have one width"
     order, pivots = rounding.factor.order, rounding.factor.pivots
     place = torch.argsort(order)
     group_of_feature = torch.empty_like(order)

@@ -4,11 +4,13 @@ The float32 target is a dense transformers model with the dequantized weights; o
 Against a float16 run the tolerance is what half-precision arithmetic moves.
 """
 
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import quantkit
@@ -25,10 +27,21 @@ def test_gptq_model_of_auto_round() -> None:
     assert float((logits - expected["logits_gptqmodel"]).abs().max()) < HALF_PRECISION
 
 
-def test_exl2_model_of_exllamav2() -> None:
-    expected = load_file(HERE / "exl2" / "tiny-llama.expected.safetensors")
-    logits = quantkit.load(HERE / "exl2" / "tiny-llama")(expected["input_ids"])
-    assert float((logits - expected["logits_ref_fp32"]).abs().max()) < SAME
+@pytest.mark.parametrize(("model", "linears"), [("tiny-llama", 15), ("llama-3.3bpw", 15)])
+def test_exl2_models_of_exllamav2(model: str, linears: int) -> None:
+    """Weights bit for bit, by their digests; logits to the order of sums."""
+    path = HERE / "exl2" / f"{model}.expected.safetensors"
+    expected = load_file(path)
+    with safe_open(path, "pt") as file:
+        digests = dict(file.metadata())
+    assert len(digests) == linears
+    checkpoint = quantkit.open_checkpoint(HERE / "exl2" / model)
+    for name, digest in digests.items():
+        weight = checkpoint.linear(name).dequantize().t().contiguous()
+        assert hashlib.sha256(weight.numpy().tobytes()).hexdigest() == digest, name
+    logits = quantkit.load(HERE / "exl2" / model)(expected["input_ids"])
+    wrong = (logits - expected["logits_ref_fp32"]).abs().max()
+    assert float(wrong) < SAME * max(1.0, float(expected["logits_ref_fp32"].abs().max()))
 
 
 def test_token_by_token_is_the_same_as_all_at_once() -> None:

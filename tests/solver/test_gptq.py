@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from quantkit.formats.codec import Codes, Grid
+from quantkit.formats.codec import Codec, Codes, Grid
+from quantkit.formats.exl2 import Exl2Codec, Width
 from quantkit.formats.gptq import GptqCodec
 from quantkit.solver import gptq
 from quantkit.solver.gptq import solve, solve_together
@@ -24,7 +25,7 @@ def _problem(features: int, out: int, seed: int = 0) -> tuple[torch.Tensor, torc
     return weight, x.T @ x / len(x)
 
 
-def _textbook(weight: torch.Tensor, hessian: torch.Tensor, factor: Factor, codec: GptqCodec) -> Codes:
+def _textbook(weight: torch.Tensor, hessian: torch.Tensor, factor: Factor, codec: Codec) -> Codes:
     """GPTQ as published (arXiv 2210.17323, algorithm 1) with one column per block: U of the inverse Hessian, Uᵀ U =
     H⁻¹, and the error of each row subtracted at once from all rows after it."""
     order, features = factor.order, len(weight)
@@ -74,9 +75,22 @@ CODECS = [
 ]
 
 
+MIXED = [
+    Exl2Codec((Width(4, 128),)),
+    Exl2Codec((Width(6, 32, 0.2), Width(3, 64, 0.8))),
+    Exl2Codec((Width(8, 32, 0.1), Width(5, 32, 0.2), Width(4, -1, 0.4), Width(2, 32, 0.3))),
+]
+
+
+def _named(codec: Codec) -> str:
+    if isinstance(codec, GptqCodec):
+        return f"{codec.bits}-{codec.group_size}-{codec.sym}-{codec.act_order}"
+    return "exl2-" + "".join(str(width.bits) for width in codec.mix)
+
+
 @pytest.mark.parametrize("features", [64, 320])
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.bits}-{codec.group_size}-{codec.sym}-{codec.act_order}")
-def test_the_codes_are_the_textbooks(codec: GptqCodec, features: int) -> None:
+@pytest.mark.parametrize("codec", [*CODECS, *MIXED], ids=_named)
+def test_the_codes_are_the_textbooks(codec: Codec, features: int) -> None:
     weight, hessian = _problem(features, 48)
     factored = factor(hessian)
     solution = solve(weight, factored, codec)
@@ -88,8 +102,8 @@ def test_the_codes_are_the_textbooks(codec: GptqCodec, features: int) -> None:
         assert torch.equal(ours.scale, theirs.scale) and torch.equal(ours.zero, theirs.zero)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.bits}-{codec.group_size}-{codec.sym}-{codec.act_order}")
-def test_the_error_is_that_of_the_codes_and_below_nearest_rounding(codec: GptqCodec) -> None:
+@pytest.mark.parametrize("codec", [*CODECS, *MIXED], ids=_named)
+def test_the_error_is_that_of_the_codes_and_below_nearest_rounding(codec: Codec) -> None:
     weight, hessian = _problem(192, 32, seed=3)
     solution = solve(weight, factor(hessian), codec)
     assert solution.error == pytest.approx(_weighted_error(weight, solution.codes, hessian), rel=1e-3)
@@ -100,7 +114,7 @@ def test_weights_that_share_an_input_are_solved_together() -> None:
     _, hessian = _problem(160, 32)
     weights = [_problem(160, out, seed=out)[0] for out in (96, 32, 64)]
     factored = factor(hessian)
-    for codec in (GptqCodec(4, 32), GptqCodec(4, 32, act_order=True)):
+    for codec in (GptqCodec(4, 32), GptqCodec(4, 32, act_order=True), MIXED[1]):
         together = solve_together(weights, factored, codec)
         for weight, solution in zip(weights, together, strict=True):
             alone = solve(weight, factored, codec)
