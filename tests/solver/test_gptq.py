@@ -171,13 +171,13 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("act_order", [False, True])
-def test_threads_do_not_change_the_codes(act_order: bool) -> None:
+@pytest.mark.parametrize("codec", [GptqCodec(4, 64), GptqCodec(4, 64, act_order=True), MIXED[2]], ids=_named)
+def test_threads_do_not_change_the_codes(codec: Codec) -> None:
     weight, hessian = _problem(512, 256)
     results = []
     for threads in (1, 2, 3):
         with _threads(threads):
-            results.append(solve(weight, factor(hessian), GptqCodec(4, 64, act_order=act_order)))
+            results.append(solve(weight, factor(hessian), codec))
     for other in results[1:]:
         assert torch.equal(results[0].codes.q, other.codes.q) and results[0].error == other.error
 
