@@ -91,12 +91,17 @@ def find(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
     model_type: Any = config.get("model_type")
     names = config.get("architectures")
     if not names:
-        if model_type not in MODEL_TYPES:
+        if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
             raise _unknown(f"model type `{model_type}`", where)
         return FAMILIES[MODEL_TYPES[model_type]]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnsupportedModel(
+            f"`architectures` in `{where}` is no list of names",
+            hint='write it as a list of one name: `"architectures": ["LlamaForCausalLM"]`',
+        )
     if len(names) != 1 or names[0] not in FAMILIES:
         raise _unknown(", ".join(f"`{name}`" for name in names), where)
-    if model_type is not None and MODEL_TYPES.get(model_type) != names[0]:
+    if model_type is not None and MODEL_TYPES.get(str(model_type)) != names[0]:
         raise UnsupportedModel(
             f"`architectures` is `{names[0]}` but `model_type` is `{model_type}` in `{where}`: they name two families",
             hint="correct the wrong one of the two",

@@ -25,6 +25,10 @@ ACTIVATIONS: Mapping[str, str] = {
     "relu": "relu",
 }
 
+# Many times what any model has. Layers and experts are named one by one: a wrong number would take all memory.
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 1_000_000
+
 # Keys that change what a model computes, with the values under which they change nothing. A key that a family reads
 # is exempt; under any other value the config describes a model that this code would get wrong.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -132,7 +136,7 @@ class ModelConfig:
         """
         family = catalog.find(config, where)
         keys = Keys(config, where)
-        layers, hidden = keys.whole("num_hidden_layers"), keys.whole("hidden_size")
+        layers, hidden = _read_layers(keys), keys.whole("hidden_size")
         heads, kv_heads, head_dim = _read_heads(keys, hidden)
         windows = family.windows(keys, layers) if family.windows else (None,) * layers
         positions = keys.whole("max_position_embeddings")
@@ -162,6 +166,13 @@ class ModelConfig:
         )
         _refuse_the_rest(keys, windows)
         return result
+
+
+def _read_layers(keys: Keys) -> int:
+    layers: int = keys.whole("num_hidden_layers")
+    if layers > MOST_LAYERS:
+        raise keys.refuse("num_hidden_layers", f"at most {MOST_LAYERS} are taken seriously")
+    return layers
 
 
 def _read_heads(keys: Keys, hidden: int) -> tuple[int, int, int]:
@@ -205,6 +216,8 @@ def _read_experts(keys: Keys, family: Architecture, layers: int) -> ExpertSizes 
     count = keys.whole("num_local_experts", None) or keys.whole("num_experts")
     if keys.whole("num_experts", count) != count:
         raise keys.refuse("num_experts", f"`num_local_experts` is {count}: keep one of them")
+    if count * layers > MOST_EXPERTS:
+        raise keys.refuse("num_experts", f"at most {MOST_EXPERTS} in all layers together are taken seriously")
     chosen = keys.whole("num_experts_per_tok")
     if chosen > count:
         raise keys.refuse("num_experts_per_tok", f"there are only {count} experts")

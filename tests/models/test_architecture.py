@@ -91,12 +91,20 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
         ({"architectures": ["FalconForCausalLM"]}, "`FalconForCausalLM`"),
         ({"architectures": ["LlamaForCausalLM", "Other"]}, "`LlamaForCausalLM`, `Other`"),
         ({"model_type": "falcon"}, "model type `falcon`"),
+        ({"model_type": ["llama"]}, "model type `['llama']`"),
         ({}, "model type `None`"),
     ):
         with pytest.raises(UnsupportedModel) as caught:
             catalog.find(config, "m/config.json")
         assert str(caught.value) == f"unknown architecture {shown} in `m/config.json`"
         assert all(family in caught.value.hint for family in catalog.FAMILIES)
+
+
+@pytest.mark.parametrize("names", ["LlamaForCausalLM", {"LlamaForCausalLM": 1}, [1], [["LlamaForCausalLM"]]])
+def test_architectures_that_are_no_list_of_names_are_refused(names: object) -> None:
+    with pytest.raises(UnsupportedModel, match=r"`architectures` in `m/config\.json` is no list of names") as caught:
+        catalog.find({"architectures": names}, "m/config.json")
+    assert caught.value.hint
 
 
 def test_two_families_in_one_config_are_refused() -> None:

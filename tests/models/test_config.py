@@ -96,6 +96,8 @@ UNUSABLE = [
     ("LlamaForCausalLM", {"num_local_experts": 8}, "`num_local_experts` is 8"),
     ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
     ("Phi3ForCausalLM", {"lm_head_bias": True}, "`lm_head_bias` is True"),
+    ("LlamaForCausalLM", {"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000"),
+    ("Qwen3MoeForCausalLM", {"num_experts": 10**9}, "`num_experts` is 1000000000"),
     ("LlamaForCausalLM", {"text_config": {"hidden_size": 64}}, "`text_config` in `config.json`"),
 ]
 
