@@ -217,7 +217,8 @@ class Checkpoint:
         last = name.removesuffix(".weight").rpartition(".")[2]
         alike = [other for other in (*self._suffixes, *self.homes) if last in other]
         near = difflib.get_close_matches(name, alike[:1000], n=1)
-        hint = f"did you mean {shown(near[0])}?" if near else "fetch the model again: it is not complete"
+        again = "fetch the model again: it is not complete, or its config.json is of another"
+        hint = f"did you mean {shown(near[0])}? if not, {again}" if near else again
         if name.partition(".")[0] == HEAD:
             hint = f"where the output is tied to the embedding, its weight is `{EMBEDDING}.weight`"
         return CheckpointError(f"{shown(name)} is not in `{self.path}`", hint=hint)

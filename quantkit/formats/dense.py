@@ -9,6 +9,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.codec import StoredTensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HINT = "use a version of this model in bfloat16, float16 or float32"
 
 
 def recognise(suffixes: Collection[str]) -> bool:
@@ -24,9 +25,9 @@ def decode(name: str, tensors: Mapping[str, Tensor]) -> "DenseTensor":
     weight, bias = tensors["weight"], tensors.get("bias")
     if weight.dim() != 2 or weight.dtype not in DTYPES:
         found = f"{str(weight.dtype).removeprefix('torch.')} of shape {list(weight.shape)}"
-        raise FormatError(f"`{name}.weight`: expected a matrix of fp16, bf16 or fp32, found {found}")
+        raise FormatError(f"`{name}.weight`: expected a matrix of fp16, bf16 or fp32, found {found}", hint=HINT)
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise FormatError(f"`{name}.bias`: expected shape [{weight.shape[0]}], found {list(bias.shape)}")
+        raise FormatError(f"`{name}.bias`: expected shape [{weight.shape[0]}], found {list(bias.shape)}", hint=HINT)
     return DenseTensor(weight, bias)
 
 

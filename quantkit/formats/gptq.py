@@ -275,7 +275,10 @@ def _group_of_rows(
         return in_sequence
     group = torch.where(group < 0, group + groups, group)
     if bool((group < 0).any()) or bool((group >= groups).any()):
-        raise FormatError(f"`{name}.g_idx` names group {int(g_idx.abs().max())}, but there are {groups} groups")
+        raise FormatError(
+            f"`{name}.g_idx` names group {int(g_idx.abs().max())}, but there are {groups} groups",
+            hint=f"correct `group_size` in config.json; else {gptq_config.REQUANTIZE}",
+        )
     return group
 
 
@@ -302,7 +305,10 @@ def _rows_of_group(settings: GptqSettings, in_features: int) -> int:
 
 def _misfit(name: str, suffix: str, expected: str, found: Tensor) -> FormatError:
     dtype = str(found.dtype).removeprefix("torch.")
-    return FormatError(f"`{name}.{suffix}`: expected {expected}, found {dtype} of shape {_shape(found)}")
+    return FormatError(
+        f"`{name}.{suffix}`: expected {expected}, found {dtype} of shape {_shape(found)}",
+        hint=f"correct `bits` and `group_size` in config.json; else {gptq_config.REQUANTIZE}",
+    )
 
 
 def _shape(tensor: Tensor) -> str:

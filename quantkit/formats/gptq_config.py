@@ -12,6 +12,8 @@ WIDTHS = (2, 3, 4, 8)
 CHECKPOINT_FORMATS = ("gptq", "gptq_v2")
 # Formats that share the name of the method but not the layout of the words.
 FOREIGN_FORMATS = {"gptq_p": "planar codes", "marlin": "Marlin tiles", "bitblas": "BitBLAS tiles"}
+CORRECT = "correct it where this model is described: config.json or quantize_config.json"
+OTHER = "use the GPTQ, EXL2 or unquantized version of this model"
 REQUANTIZE = "quantize the original model again with `quantkit quantize MODEL -o OUT --format gptq`"
 
 
@@ -44,7 +46,7 @@ class GptqConfig:
         """Unknown keys are ignored. Raises FormatError for what cannot be read, naming key, value and `where`."""
         method = config.get("quant_method", config.get("method", "gptq"))  # old AutoGPTQ files do not say
         if method != "gptq":
-            raise FormatError(f"expected `quant_method` `gptq`, found `{method}` in `{where}`")
+            raise FormatError(f"expected `quant_method` `gptq`, found `{method}` in `{where}`", hint=OTHER)
         _refuse_foreign(config, where)
         base = GptqSettings(
             checkpoint_format=_checkpoint_format(config, where),  # first: other formats have other widths
@@ -56,7 +58,7 @@ class GptqConfig:
         )
         rules = config.get("dynamic") or {}
         if not isinstance(rules, Mapping):
-            raise FormatError(f"expected an object for `dynamic`, found `{rules}` in `{where}`")
+            raise FormatError(f"expected an object for `dynamic`, found `{rules}` in `{where}`", hint=CORRECT)
         return cls(base, _flag(config, "lm_head", False, where), tuple(_rule(*item, where) for item in rules.items()))
 
     def for_module(self, name: str) -> GptqSettings | None:
@@ -131,7 +133,8 @@ def _checkpoint_format(config: Mapping[str, Any], where: str) -> str:
         message = f"checkpoint format `{found}` ({FOREIGN_FORMATS[found]}) cannot be read (in `{where}`)"
         raise FormatError(message, hint=REQUANTIZE)
     if found not in CHECKPOINT_FORMATS:
-        raise FormatError(f"expected `checkpoint_format` `gptq` or `gptq_v2`, found `{found}` in `{where}`")
+        message = f"expected `checkpoint_format` `gptq` or `gptq_v2`, found `{found}` in `{where}`"
+        raise FormatError(message, hint=CORRECT)
     return str(found)
 
 
@@ -144,7 +147,7 @@ def _bits(found: Any, where: str) -> int:
 
 def _group_size(found: Any, where: str) -> int:
     if not isinstance(found, int) or isinstance(found, bool) or not (found == -1 or found > 0):
-        raise FormatError(f"expected `group_size` -1 or above 0, found `{found}` in `{where}`")
+        raise FormatError(f"expected `group_size` -1 or above 0, found `{found}` in `{where}`", hint=CORRECT)
     return found
 
 
@@ -153,7 +156,7 @@ def _flag(config: Mapping[str, Any], key: str, default: bool, where: str) -> boo
     if found is None:
         return default
     if not isinstance(found, bool):
-        raise FormatError(f"expected true or false for `{key}`, found `{found}` in `{where}`")
+        raise FormatError(f"expected true or false for `{key}`, found `{found}` in `{where}`", hint=CORRECT)
     return found
 
 
@@ -163,11 +166,13 @@ def _rule(pattern: str, override: Any, where: str) -> tuple[str, Mapping[str, An
     try:
         re.compile(bare)
     except re.error as error:
-        raise FormatError(f"`dynamic` pattern `{pattern}` in `{where}` is no regular expression: {error}") from error
+        message = f"`dynamic` pattern `{pattern}` in `{where}` is no regular expression: {error}"
+        raise FormatError(message, hint=CORRECT) from error
     if pattern.startswith("-:"):
         return bare, None
     if not isinstance(override, Mapping):
-        raise FormatError(f"expected an object for `dynamic` rule `{pattern}`, found `{override}` in `{where}`")
+        message = f"expected an object for `dynamic` rule `{pattern}`, found `{override}` in `{where}`"
+        raise FormatError(message, hint=CORRECT)
     return bare, override
 
 

@@ -30,7 +30,10 @@ def fit(rows: Tensor, bits: int, importance: Tensor | None, *, sym: bool, least_
     low, high = rows.amin(0).clamp(max=0), rows.amax(0).clamp(min=0)
     widest = float((high - low).max())
     if widest / top > LARGEST_SCALE:
-        raise FormatError(f"a group of weights spans {widest:.3g}, which no float16 scale covers at {bits} bits")
+        raise FormatError(
+            f"a group of weights spans {widest:.3g}, which no float16 scale covers at {bits} bits",
+            hint="use `--bits 8`, whose steps are smaller; weights of this size may be damaged, though",
+        )
     if sym:
         scales, zeros = _symmetric(low, high, bits)
     else:

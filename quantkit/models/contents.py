@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from quantkit.errors import CheckpointError
+from quantkit.formats.dense import DTYPES
 from quantkit.models.architecture import EMBEDDING, HEAD, Architecture
 from quantkit.models.config import ModelConfig
 from quantkit.models.source import Source, wrong_shape
@@ -17,6 +18,8 @@ from quantkit.models.source import Source, wrong_shape
 class Info(Protocol):
     """What a header says of a tensor."""
 
+    @property
+    def dtype(self) -> torch.dtype: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
@@ -36,11 +39,11 @@ class Listing(Source, Protocol):
         """The names on disk of one module's tensors. Raises CheckpointError where there are none."""
 
     def info(self, name: str) -> Info:
-        """Shape and file of a tensor."""
+        """Dtype, shape and file of a tensor."""
 
 
 def check_contents(listing: Listing, config: ModelConfig, architecture: Architecture) -> None:
-    """Raises CheckpointError for a missing tensor, one of another shape, and one that belongs to nothing.
+    """Raises CheckpointError for a missing tensor, one of another shape or no floats, and one that belongs to nothing.
 
     Linears that are quantized, or split where the family fuses them, are held to their shapes when they are read.
     """
@@ -70,6 +73,12 @@ def _check_plain(listing: Listing, name: str, shape: tuple[int, ...]) -> None:
             hint="correct the bias keys of config.json, or fetch the model again",
         )
     info = listing.info(name)
+    if info.dtype not in DTYPES:  # before the shape, which integers of an unknown format rarely have
+        dtype = str(info.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"`{name}` in `{info.file}` is stored as {dtype}, which is no plain weight",
+            hint="use a version of this model in bfloat16, float16 or float32",
+        )
     if tuple(info.shape) != shape:
         raise wrong_shape(name, shape, tuple(info.shape), f" in `{info.file}`")
 

@@ -39,5 +39,6 @@ def test_without_bias() -> None:
     ],
 )
 def test_faults_are_named(tensors: dict, message: str) -> None:
-    with pytest.raises(FormatError, match=message):
+    with pytest.raises(FormatError, match=message) as caught:
         dense.decode("m", tensors)
+    assert caught.value.hint

@@ -352,8 +352,9 @@ def _refusals() -> dict[str, tuple[dict[str, Tensor | None], GptqSettings, str]]
 def test_faults_are_named(fault: str) -> None:
     changed, chosen, message = _refusals()[fault]
     tensors = {**stored()[0].tensors(), **changed}
-    with pytest.raises(FormatError, match=message):
+    with pytest.raises(FormatError, match=message) as caught:
         gptq.decode("m", {suffix: tensor for suffix, tensor in tensors.items() if tensor is not None}, chosen)
+    assert caught.value.hint
 
 
 def test_a_linear_that_a_rule_calls_dense_is_refused_when_it_is_quantized() -> None:

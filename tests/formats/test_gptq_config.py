@@ -66,8 +66,9 @@ def test_unknown_keys_are_ignored() -> None:
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(changes: dict, message: str) -> None:
-    with pytest.raises(FormatError, match=message):
+    with pytest.raises(FormatError, match=message) as caught:
         GptqConfig.read({**PLAIN, **changes})
+    assert caught.value.hint
 
 
 def test_harmless_marlin_key_is_accepted() -> None:

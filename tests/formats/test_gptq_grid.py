@@ -124,8 +124,9 @@ def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
 
 
 def test_weights_beyond_any_scale_are_refused() -> None:
-    with pytest.raises(FormatError, match="spans 2e\\+07, which no float16 scale covers at 4 bits"):
+    with pytest.raises(FormatError, match="spans 2e\\+07, which no float16 scale covers at 4 bits") as caught:
         fit(torch.tensor([[-1e7], [1e7]]), 4)
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0])

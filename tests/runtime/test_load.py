@@ -112,6 +112,18 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         lambda t: t.update({"model.layers.1.mlp.down_proj.weight": torch.ones(64, 96)}),
         "`model.layers.1.mlp.down_proj.weight` in `",
     ),
+    "integers": (
+        lambda t: t.update({"model.layers.1.mlp.down_proj.weight": torch.ones(64, 128, dtype=torch.int8)}),
+        "is stored as int8, which is no plain weight",
+    ),
+    "bytes of a format that is not known": (
+        lambda t: t.update({"model.layers.1.mlp.down_proj.weight": torch.ones(4096, 1, dtype=torch.uint8)}),
+        "is stored as uint8, which is no plain weight",
+    ),
+    "a norm in float64": (
+        lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.float64)}),
+        "`model.norm.weight` in `",
+    ),
     "another norm": (
         lambda t: t.update({"model.norm.weight": torch.ones(1, 64)}),
         "has shape [1, 64], its config.json asks for [64]",
