@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from quantkit.checkpoint.header import parse_json, shown
-from quantkit.checkpoint.regular import open_regular, read_at
+from quantkit.checkpoint.regular import open_regular, read_at, refuse_pointer
 from quantkit.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -103,6 +103,7 @@ def read_json(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
                 f"`{path}` holds {status.st_size} bytes; at most {most_bytes} are read", hint="fetch it again"
             )
         raw = read_at(descriptor, status.st_size, 0)
+    refuse_pointer(path, raw)
     try:
         return parse_json(raw)
     except ValueError as error:

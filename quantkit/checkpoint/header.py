@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from quantkit.checkpoint.regular import file_stamp, open_regular, read_at
+from quantkit.checkpoint.regular import LFS_HINT, LFS_OPENING, file_stamp, open_regular, read_at
 from quantkit.errors import CheckpointError
 
 # A header of this size names about 125 000 tensors; larger ones are refused before they are read.
@@ -56,9 +56,9 @@ PAGE_HINT = "fetch this file again; the site may ask you to log in first"
 # What files that are not safetensors begin with, what that is, and what to do about it.
 IMPOSTORS = (
     (
-        b"version https://git-lfs.github.com/spec",
+        LFS_OPENING,
         "is a git-LFS pointer, not the weights it points to",
-        "run `git lfs install && git lfs pull` in that folder",
+        LFS_HINT,
     ),
     (
         b"PK\x03\x04",

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from quantkit.errors import CheckpointError
 
+LFS_OPENING = b"version https://git-lfs.github.com/spec"
+LFS_HINT = "run `git lfs install && git lfs pull` in that folder"
+
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
@@ -51,6 +54,12 @@ def read_chunks(path: Path) -> Iterator[bytearray]:
     with open_regular(path) as (descriptor, status):
         for start in range(0, status.st_size, 2**20):
             yield read_at(descriptor, 2**20, start)
+
+
+def refuse_pointer(path: Path, opening: bytes | bytearray) -> None:
+    """Raises CheckpointError where a file, by its first bytes, is what git-LFS leaves in place of the real one."""
+    if opening.startswith(LFS_OPENING):
+        raise CheckpointError(f"`{path}` is a git-LFS pointer, not the file it points to", hint=LFS_HINT)
 
 
 def file_stamp(status: os.stat_result) -> tuple[int, ...]:

@@ -16,11 +16,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quantkit.checkpoint.regular import refuse_pointer
 from quantkit.errors import CheckpointError, RequestError
 
 MAX_SOURCE_CHARS = 1 << 19
 MAX_OUTPUT_CHARS = 1 << 23
 MAX_LOOP_STEPS = 1_000_000
+
+AGAIN = "fetch this file again"
+PLAIN_TEXT = "use `--prompt` with plain text, or mend the template"
 
 Message = Mapping[str, Any]
 
@@ -46,7 +50,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the chat template in `{file}` does not compile: line {error.lineno}: {error.message}",
-                hint="use `--prompt` with plain text, or mend the template",
+                hint=PLAIN_TEXT,
             ) from error
 
     def render(
@@ -75,7 +79,7 @@ class ChatTemplate:
         except Exception as error:  # whatever foreign code may raise: TypeError, OverflowError, UndefinedError, …
             raise CheckpointError(
                 f"the chat template in `{self.file}` fails: {error}",
-                hint="use `--prompt` with plain text, or mend the template",
+                hint=PLAIN_TEXT,
             ) from error
 
     def _write(self, values: dict[str, Any]) -> str:
@@ -102,7 +106,7 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str =
         try:
             return files[name].read_text(encoding="utf-8"), files[name]
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"`{files[name]}` is not UTF-8 text: {error}") from error
+            raise CheckpointError(f"`{files[name]}` is not UTF-8 text: {error}", hint=AGAIN) from error
     for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
         content = tokenizer_config if file.name == "tokenizer_config.json" else read_json(file)
         if (found := content.get("chat_template")) is not None:
@@ -120,24 +124,30 @@ def _named(found: Any, name: str, file: Path) -> str:
             if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
         }
     if not isinstance(found, dict) or not all(isinstance(source, str) for source in found.values()):
-        raise CheckpointError(f"`chat_template` in `{file}` is neither a text nor a list of named templates")
+        raise CheckpointError(
+            f"`chat_template` in `{file}` is neither a text nor a list of named templates", hint=PLAIN_TEXT
+        )
     if name in found:
         return str(found[name])
     if len(found) == 1:
         return str(next(iter(found.values())))
-    raise CheckpointError(f"`chat_template` in `{file}` has no template `{name}`, only {', '.join(map(repr, found))}")
+    raise CheckpointError(
+        f"`chat_template` in `{file}` has no template `{name}`, only {', '.join(map(repr, found))}", hint=PLAIN_TEXT
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """An optional side file of a checkpoint as a dict, empty where it is absent. Raises CheckpointError if damaged."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        raw = file.read_bytes()
+        refuse_pointer(file, raw)
+        content = json.loads(raw.decode("utf-8"))
     except FileNotFoundError:
         return {}
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"`{file}` cannot be read as JSON: {error}", hint="fetch this file again") from error
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"`{file}` cannot be read as JSON: {error}", hint=AGAIN) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"`{file}` holds a JSON {type(content).__name__}, not an object")
+        raise CheckpointError(f"`{file}` holds a JSON {type(content).__name__}, not an object", hint=AGAIN)
     return content
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 
+from quantkit.checkpoint.regular import open_regular, read_at, refuse_pointer
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.runtime.chat import ChatTemplate, Message, find_template, read_json
 
@@ -58,6 +59,8 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise _absent(folder)
+        with open_regular(file) as (descriptor, _):
+            refuse_pointer(file, read_at(descriptor, 64, 0))
         try:
             library = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for anything it cannot parse
@@ -220,5 +223,8 @@ def _ids_in(file: Path, key: str) -> list[int]:
     found = content.get(key, nested.get(key) if isinstance(nested, dict) else None)
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if any(isinstance(index, bool) or not isinstance(index, int) for index in ids):
-        raise CheckpointError(f"`{key}` in `{file}` is {found!r}, expected an integer, a list of integers or null")
+        raise CheckpointError(
+            f"`{key}` in `{file}` is {found!r}, expected an integer, a list of integers or null",
+            hint="correct it, or fetch this file again",
+        )
     return [index for index in ids if index >= 0]

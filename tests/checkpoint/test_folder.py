@@ -236,3 +236,10 @@ def test_json_too_large_is_not_read(tmp_path: Path) -> None:
         file.truncate(MAX_CONFIG_BYTES + 1)
     with pytest.raises(CheckpointError, match=f"at most {MAX_CONFIG_BYTES} are read"):
         read_json(tmp_path / "config.json")
+
+
+def test_a_pointer_in_place_of_json_is_told_how_to_fetch_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(CheckpointError, match=r"config\.json` is a git-LFS pointer") as caught:
+        read_json(tmp_path / "config.json")
+    assert "git lfs pull" in str(caught.value.hint)

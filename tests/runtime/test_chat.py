@@ -6,6 +6,7 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.runtime import chat
 from quantkit.runtime.chat import ChatTemplate, find_template
 
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me <b>more</b>"}]
 
 
@@ -137,3 +138,14 @@ def test_damaged_side_file_is_named(tmp_path):
     (tmp_path / "chat_template.json").write_text("[]")
     with pytest.raises(CheckpointError, match="a JSON list, not an object"):
         find_template(tmp_path, {})
+    (tmp_path / "chat_template.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        find_template(tmp_path, {})
+    (tmp_path / "chat_template.json").write_text(LFS_POINTER)
+    with pytest.raises(CheckpointError, match="is a git-LFS pointer") as caught:
+        find_template(tmp_path, {})
+    assert "git lfs pull" in caught.value.hint
+    for said in (1, [{"name": "default"}], {"name": 1}):
+        with pytest.raises(CheckpointError, match="neither a text nor a list") as caught:
+            find_template(tmp_path / "other", {"chat_template": said})
+        assert caught.value.hint

@@ -157,8 +157,9 @@ def test_eos_in_every_spelling(generation, config, token, expected, tmp_path):
 def test_eos_that_cannot_be_read_is_refused(tmp_path):
     tiny.write_tokenizer(tmp_path)
     rewrite(tmp_path, "generation_config.json", eos_token_id="</s>")
-    with pytest.raises(CheckpointError, match=r"`eos_token_id` in .*generation_config\.json` is '</s>'"):
+    with pytest.raises(CheckpointError, match=r"`eos_token_id` in .*generation_config\.json` is '</s>'") as caught:
         Tokenizer.open(tmp_path)
+    assert caught.value.hint
     rewrite(tmp_path, "generation_config.json", eos_token_id=None)
     rewrite(tmp_path, "tokenizer_config.json", eos_token="<|gone|>")
     with pytest.raises(CheckpointError, match=r"is `<\|gone\|>`, which `tokenizer.json` does not have"):
@@ -222,6 +223,10 @@ def test_missing_and_damaged_tokenizers(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(CheckpointError, match="cannot be read"):
         Tokenizer.open(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json` is a git-LFS pointer") as caught:
+        Tokenizer.open(tmp_path)
+    assert "git lfs pull" in caught.value.hint
 
 
 def test_half_a_surrogate_pair_is_refused(folder):
