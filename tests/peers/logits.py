@@ -2,7 +2,8 @@
 
     python logits.py transformers|gptqmodel FOLDER…
 
-Reads FOLDER/probe.safetensors (`input_ids`), writes FOLDER/logits-READER.safetensors (`logits`, float32).
+Reads FOLDER/probe.safetensors (`input_ids`), writes FOLDER/read-by-READER.safetensors: `logits` float32, and for
+GPTQModel the weight of each linear as its own kernel dequantizes it, float16 [out, in].
 """
 
 import os
@@ -25,15 +26,28 @@ def load(reader: str, folder: Path) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu").eval()
     from gptqmodel import BACKEND, GPTQModel
 
-    return GPTQModel.load(str(folder), device="cpu", dtype=torch.float32, backend=BACKEND.TORCH).model.eval()
+    # Its torch kernel refuses float32.
+    return GPTQModel.load(str(folder), device="cpu", dtype=torch.float16, backend=BACKEND.TORCH).model.eval()
+
+
+def weights(reader: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    if reader == "transformers":
+        return {}
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, TorchLinear)}
+    return {name: linear.dequantize_weight().T.to(torch.float16).contiguous() for name, linear in linears.items()}
 
 
 def main(reader: str, *folders: str) -> None:
     for folder in map(Path, folders):
         ids = load_file(folder / "probe.safetensors")["input_ids"]
+        model = load(reader, folder)
+        # Before the forward pass, which may rearrange what a kernel holds.
+        found = weights(reader, model)
         with torch.no_grad():
-            logits = load(reader, folder)(input_ids=ids).logits
-        save_file({"logits": logits.float().contiguous()}, folder / f"logits-{reader}.safetensors")
+            found["logits"] = model(input_ids=ids).logits.float().contiguous()
+        save_file(found, folder / f"read-by-{reader}.safetensors")
 
 
 main(*sys.argv[1:])

@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[2]
 PEERS = Path(os.environ.get("QUANTKIT_PEERS", ROOT / ".venv-peers")) / "bin" / "python"
 CASES = list(itertools.product((4, 3), (32, 64), ("sym", "asym"), (False, True)))
 
-# Readers multiply in float32 from float16 weights that are equal bit for bit; only the order of sums differs.
-TOLERANCE = 1e-4
+# Root mean square, as a share of the logits' own. transformers multiplies in float32 from weights that are equal bit for
+# bit: only the order of sums differs. GPTQModel computes in float16. Rounding to 8 bits would already cost 2e-2.
+TOLERANCE = {"transformers": 1e-5, "gptqmodel": 5e-3}
 
 pytestmark = pytest.mark.proof
 
@@ -57,9 +58,12 @@ def reader(request, written) -> str:
 
 
 @pytest.mark.parametrize("case", [_name(*case) for case in CASES])
-def test_peer_computes_the_same_logits(case: str, reader: str, written: dict[str, Path]) -> None:
+def test_peer_reads_the_same_model(case: str, reader: str, written: dict[str, Path]) -> None:
     folder = written[case]
-    ids = load_file(folder / "probe.safetensors")["input_ids"]
-    own = quantkit.load(folder)(ids)
-    theirs = load_file(folder / f"logits-{reader}.safetensors")["logits"]
-    assert (own - theirs).abs().max() < TOLERANCE * own.std()
+    theirs = load_file(folder / f"read-by-{reader}.safetensors")
+    own = quantkit.load(folder)(load_file(folder / "probe.safetensors")["input_ids"])
+    assert (own - theirs.pop("logits")).square().mean().sqrt() < TOLERANCE[reader] * own.std()
+    checkpoint = quantkit.open_checkpoint(folder)
+    assert reader == "transformers" or set(theirs) == set(checkpoint.linears()) - {"lm_head"}
+    for name, weight in theirs.items():
+        assert torch.equal(checkpoint.dense(name), weight), name
