@@ -123,7 +123,7 @@ def _named(found: Any, name: str, file: Path) -> str:
             for entry in found
             if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
         }
-    if not isinstance(found, dict) or not all(isinstance(source, str) for source in found.values()):
+    if not isinstance(found, dict) or not found or not all(isinstance(source, str) for source in found.values()):
         raise CheckpointError(
             f"`chat_template` in `{file}` is neither a text nor a list of named templates", hint=PLAIN_TEXT
         )
