@@ -29,31 +29,29 @@ def shared_library(path: Path, names: tuple[str, ...], options: tuple[str, ...])
     if cxx is None:
         raise KernelError("no C++ compiler found")
     files = source.read(path)
-    exported = source.kernels(files[path]) + list(names)
-    files[path] += "\n" + "".join(f"COC_EXPORT({i}, {name})\n" for i, name in enumerate(exported))
+    exported = source.kernels(files[path.name]) + list(names)
+    files[path.name] += "\n" + "".join(f"COC_EXPORT({i}, {name})\n" for i, name in enumerate(exported))
     flags = (*FLAGS, *options)
-    key = _digest(cxx, *flags, *_headers(), *(f"{file.name}\n{text}" for file, text in sorted(files.items())))
+    key = _digest(cxx, *flags, *_headers(), *(part for file in sorted(files.items()) for part in file))
     cache = Path(os.environ.get("CUDA_ON_CPU_CACHE") or Path(tempfile.gettempdir()) / f"cuda_on_cpu-{os.getuid()}")
     library = cache / f"{path.stem}-{key}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        _compile(cxx, flags, path, files, library)
+        _compile(cxx, flags, path.name, files, library)
     return library, exported
 
 
-def _compile(cxx: str, flags: tuple[str, ...], path: Path, files: dict[Path, str], library: Path) -> None:
+def _compile(cxx: str, flags: tuple[str, ...], name: str, files: dict[str, str], library: Path) -> None:
     include = _precompiled_headers(cxx, flags, library.parent)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         for file, text in files.items():
-            copy = Path(folder, "source", os.path.relpath(file, path.parent))
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(f'#line 1 "{file.name}"\n{text}')
+            Path(folder, file).write_text(text)
         made = Path(folder, "made.so")
         command = [cxx, *flags, "-I", str(include), "-include", "executor.h", "-x", "c++"]
-        command += [str(Path(folder, "source", path.name)), "-o", str(made)]
+        command += [str(Path(folder, name)), "-o", str(made)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
-            raise KernelError(f"{path.name} does not compile for the CPU:\n{result.stderr[-4000:]}")
+            raise KernelError(f"{name} does not compile for the CPU:\n{result.stderr[-4000:]}")
         made.replace(library)
 
 

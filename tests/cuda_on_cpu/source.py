@@ -1,6 +1,7 @@
 """From a `.cu` file to C++ that a host compiler takes: shared-memory declarations are rewritten, line numbers kept."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 _EXTERN = re.compile(r"\bextern\s+__shared__\s+((?:__align__\s*\([^)]*\)\s*)?[\w:<>\s]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
@@ -18,17 +19,27 @@ class KernelError(RuntimeError):
     """A kernel does not compile, or did something that a GPU would not survive or would get wrong."""
 
 
-def read(path: Path) -> dict[Path, str]:
-    """The file and the local files it includes, each rewritten."""
-    found: dict[Path, str] = {}
-    waiting = [path]
-    while waiting:
-        file = waiting.pop()
-        if file not in found:
-            text = file.read_text()
-            found[file] = rewrite(text)
-            waiting += [file.parent / name for name in _INCLUDE.findall(text) if (file.parent / name).exists()]
+def read(path: Path) -> dict[str, str]:
+    """The file, under its own name, and the local files it includes, under names that lie side by side; each rewritten."""
+    names = {path.resolve(): path.name}
+    found: dict[str, str] = {}
+    for file, name in _growing(names):
+        text = file.read_text()
+        for included in dict.fromkeys(_INCLUDE.findall(text)):
+            other = (file.parent / included).resolve()
+            if other.exists():
+                names.setdefault(other, f"{len(names)}-{other.name}")
+                text = text.replace(f'"{included}"', f'"{names[other]}"')
+        found[name] = f'#line 1 "{file.name}"\n{rewrite(text)}'
     return found
+
+
+def _growing(names: dict[Path, str]) -> Iterator[tuple[Path, str]]:
+    """All items, those that are added on the way too."""
+    done = 0
+    while done < len(names):
+        yield list(names.items())[done]
+        done += 1
 
 
 def rewrite(text: str) -> str:

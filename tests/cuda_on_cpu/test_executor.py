@@ -52,7 +52,7 @@ def test_half_arithmetic_rounds_once(tmp_path) -> None:
     extern "C" __global__ void k(const u16* a, const u16* b, const u16* c, u16* o, int n) {{
       int i = blockIdx.x * blockDim.x + threadIdx.x;
       if (i >= n) return;
-      o[i] = (u16)sub_f16x2(a[i], b[i]);
+      o[i] = (u16)fma_f16x2(a[i], 0x3c00, pair(b[i] ^ 0x8000, 0));
       o[n + i] = (u16)fma_f16x2(a[i], b[i], c[i]);
       o[2 * n + i] = f16_of_float(float_of_f16(a[i]) / float_of_f16(b[i]));
     }}"""
@@ -127,6 +127,19 @@ def test_faults_are_reported_and_survived(tmp_path, message) -> None:
         run(tmp_path, f'extern "C" __global__ void k(int* y) {{\n{FAULTS[message]}\n}}', (1,), (64,), (y,))
     run(tmp_path, 'extern "C" __global__ void k(int* y) { y[threadIdx.x] = 7; }', (1,), (64,), (y,))
     assert (y == 7).all()
+
+
+def test_sources_are_read_only(tmp_path) -> None:
+    """Included files may lie anywhere: what is compiled is a copy, and the originals stay as they are."""
+    header = tmp_path / "elsewhere" / "deep" / "two.cuh"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define TWO 2  // a comment\n")
+    (tmp_path / "elsewhere" / "one.cuh").write_text('#include "deep/two.cuh"\n')
+    y = np.zeros(1, np.int32)
+    source = '#include "elsewhere/one.cuh"\n#include "ABSOLUTE"\nextern "C" __global__ void k(int* y) { y[0] = TWO; }'
+    run(tmp_path, source.replace("ABSOLUTE", str(header)), (1,), (1,), (y,))
+    assert y[0] == 2
+    assert header.read_text() == "#define TWO 2  // a comment\n"
 
 
 def test_source_that_does_not_compile(tmp_path) -> None:

@@ -1,12 +1,11 @@
 """Tiles: each code is where the drawing says, and every weight comes back bit for bit."""
 
 import pytest
-import random_weights
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kernels import tiles
+from quantkit.kernels import random_weights, tiles
 from quantkit.kernels.protocol import WIDTHS
 from quantkit.kernels.reference import ReferenceBackend
 

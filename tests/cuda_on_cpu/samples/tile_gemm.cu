@@ -2,6 +2,11 @@
 // A block of 4 warps makes 64 x 32 of c, warp w its rows 16w … 16w + 15. M % 64 == N % 32 == K % 32 == 0.
 #include "../../../kernels/cuda/intrin.cuh"
 
+// A row of an mma operand in shared memory: the pair of halves of lane t in the first and the second half of the depth.
+inline void load_rows(u32* even, u32* odd, const u16* row, int t) {
+  *even = *(const u32*)(row + 2 * t), *odd = *(const u32*)(row + 8 + 2 * t);
+}
+
 extern "C" __global__ void __launch_bounds__(128)
 tile_gemm(const u16* __restrict__ a, const u16* __restrict__ b, float* __restrict__ c, int M, int N, int K) {
   __shared__ __align__(16) u16 as[2][64][40];
@@ -19,9 +24,10 @@ tile_gemm(const u16* __restrict__ a, const u16* __restrict__ b, float* __restric
     if (k0 + 32 < K) { load(stage ^ 1, k0 + 32); cp_async_wait<1>(); } else cp_async_wait<0>();
     __syncthreads();
     u32 fa[2][4], fb[4];
-    for (int s = 0; s < 2; ++s) ldmatrix_x4(fa[s], &as[stage][warp * 16 + lane % 16][16 * s + lane / 16 * 8]);
+    for (int s = 0; s < 2; ++s)
+      for (int v = 0; v < 2; ++v) load_rows(&fa[s][v], &fa[s][2 + v], &as[stage][warp * 16 + 8 * v + lane / 4][16 * s], lane % 4);
     for (int j = 0; j < 4; ++j) {
-      ldmatrix_x4(fb, &bs[stage][8 * j + lane % 8][lane / 8 * 8]);
+      for (int s = 0; s < 2; ++s) load_rows(&fb[2 * s], &fb[2 * s + 1], &bs[stage][8 * j + lane / 4][16 * s], lane % 4);
       for (int s = 0; s < 2; ++s) TENSOR(d[j], fa[s], fb + 2 * s);
     }
     __syncthreads();

@@ -1,14 +1,17 @@
-"""The fused matmuls on the CPU executor, against the reference in float64 on the same dequantized weights."""
+"""The fused matmuls on the CPU executor, against the reference in float64 on the same dequantized weights.
+
+Every width runs in `test_every_kernel.py`; here are the shapes, the order of sums, and what is not fused.
+"""
 
 from dataclasses import fields, replace
 
 import pytest
-import random_weights
 import torch
 from cuda_on_cpu import SCHEDULES, compiler, guarded
 from cuda_on_cpu.launcher import ExecutorLauncher
 from torch import Tensor
 
+from quantkit.kernels import random_weights
 from quantkit.kernels.cuda import CudaBackend
 from quantkit.kernels.protocol import WIDTHS, Repacked
 from quantkit.kernels.reference import ReferenceBackend
@@ -47,20 +50,6 @@ def exl2(backend: CudaBackend, weight, x: Tensor) -> Tensor:
 
 MIXED = ((8, 32), (6, 64), (5, 32), (4, 96), (3, 32), (2, 64), (2, 16))
 HALVES = [torch.float16, torch.bfloat16]
-
-
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_gptq_every_width(bits) -> None:
-    weight = random_weights.gptq(256, 96, bits, 64)
-    x = activations(3, 256, torch.float16)
-    check(gptq(CudaBackend(ExecutorLauncher()), weight, x), x, REFERENCE.gptq_dequantize(weight))
-
-
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_gptq_in_bfloat16(bits) -> None:
-    weight = random_weights.gptq(128, 64, bits, 128, dtype=torch.float32)
-    x = activations(8, 128, torch.bfloat16)
-    check(gptq(CudaBackend(ExecutorLauncher()), weight, x), x, REFERENCE.gptq_dequantize(weight))
 
 
 @pytest.mark.parametrize("rows", [9, 16, 17, 64])

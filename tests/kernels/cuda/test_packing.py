@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import random_weights
 import torch
 from cuda_on_cpu import SCHEDULES, compiler, guarded
 from cuda_on_cpu.launcher import ExecutorLauncher
 
 from quantkit.errors import FormatError
+from quantkit.kernels import random_weights
 from quantkit.kernels.cuda import CudaBackend
 from quantkit.kernels.protocol import WIDTHS
 from quantkit.kernels.reference import ReferenceBackend

@@ -1,4 +1,4 @@
-"""Random weights in packed form, for tests of kernels. Seeded: the same arguments give the same weight."""
+"""Random weights in packed form, for self-tests and benchmarks. Seeded: the same arguments give the same weight."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,14 @@ def codes(rows: int, out: int, bits: int, seed: int = 0) -> Tensor:
 
 
 def gptq(
-    rows: int, out: int, bits: int, group_size: int, *, dtype: torch.dtype = torch.float16, act_order: bool = False, seed: int = 0
+    rows: int,
+    out: int,
+    bits: int,
+    group_size: int,
+    *,
+    dtype: torch.dtype = torch.float16,
+    act_order: bool = False,
+    seed: int = 0,
 ) -> GptqWeight:
     """Scales of both signs and any zero point: more than a quantizer would write, nothing that the format forbids."""
     random = torch.Generator().manual_seed(seed)

@@ -1,0 +1,182 @@
+"""Every kernel of a backend against the reference, on the device where it will be used.
+
+    for outcome in self_test(backend, torch.device("cuda")): …
+
+The cases are small: each kernel, each width and dtype it is compiled for, odd shapes. `quantkit doctor --kernels` shows
+them, and the tests run the same ones on machines without a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels import random_weights
+from quantkit.kernels.protocol import WIDTHS, Backend, Exl2Weight, GptqWeight
+from quantkit.kernels.reference import ReferenceBackend
+
+MIXED = ((8, 32), (6, 64), (5, 32), (4, 96), (3, 32), (2, 64), (2, 16))
+# Rows of x, for each shape of the matmul kernels.
+SHAPES = ((1, torch.float16), (7, torch.bfloat16), (16, torch.float16), (40, torch.bfloat16))
+# Relative to the largest |y|: y is stored in the dtype of x, and the reference rounds each weight to float16.
+BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 8e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One comparison. `error` is relative to the largest expected value; a bound of 0 asks for the same bits."""
+
+    kernel: str
+    case: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound
+
+
+def self_test(backend: Backend, device: torch.device) -> Iterator[Outcome]:
+    """All cases, in the order of `CASES`. Raises BackendError where a kernel cannot be compiled or launched."""
+    for kernel, cases in CASES.items():
+        for case, error, bound in cases(backend, device):
+            yield Outcome(kernel, case, error, bound)
+
+
+W = TypeVar("W", GptqWeight, Exl2Weight)
+Cases = Iterator[tuple[str, float, float]]
+_REFERENCE = ReferenceBackend()
+
+
+def _pack(backend: Backend, device: torch.device) -> Cases:
+    for bits in WIDTHS:
+        for out in (5, 64):
+            codes = random_weights.codes(96, out, bits).to(device)
+            yield f"{bits} bits, {out} columns", _difference(backend.pack(codes, bits), _REFERENCE.pack(codes, bits)), 0
+
+
+def _unpack(backend: Backend, device: torch.device) -> Cases:
+    for bits in WIDTHS:
+        for out in (5, 64):
+            codes = random_weights.codes(96, out, bits).to(device)
+            words = _REFERENCE.pack(codes, bits)
+            yield f"{bits} bits, {out} columns", _difference(backend.unpack(words, bits), codes), 0
+
+
+def _gptq_dequantize(backend: Backend, device: torch.device) -> Cases:
+    for bits in WIDTHS:
+        for dtype, out in ((torch.float16, 72), (torch.float32, 7)):
+            weight = _on(random_weights.gptq(96, out, bits, 32, act_order=True, dtype=dtype), device)
+            error = _difference(backend.gptq_dequantize(weight), _REFERENCE.gptq_dequantize(weight))
+            yield f"{bits} bits, {out} columns", error, 0
+
+
+def _exl2_dequantize(backend: Backend, device: torch.device) -> Cases:
+    weight = _on(random_weights.exl2(MIXED, 72), device)
+    error = _difference(backend.exl2_dequantize(weight), _REFERENCE.exl2_dequantize(weight))
+    yield "all widths", error, 0
+
+
+def _gptq_matmul(backend: Backend, device: torch.device) -> Cases:
+    for bits in WIDTHS:
+        weight = _on(random_weights.gptq(512, 200, bits, 128, act_order=bits == 4), device)
+        dense, repacked = _REFERENCE.gptq_dequantize(weight), backend.gptq_repack(weight)
+        for rows, dtype in SHAPES if bits in (3, 4) else SHAPES[:2]:
+            x = _activations(rows, 512, dtype, device)
+            yield f"{bits} bits, {rows} rows", *_product_error(backend.gptq_matmul(x, repacked), x, dense)
+
+
+def _exl2_matmul(backend: Backend, device: torch.device) -> Cases:
+    weight = _on(random_weights.exl2(MIXED, 160), device)
+    dense, repacked = _REFERENCE.exl2_dequantize(weight), backend.exl2_repack(weight)
+    for rows, dtype in SHAPES:
+        x = _activations(rows, weight.order.numel(), dtype, device)
+        yield f"all widths, {rows} rows", *_product_error(backend.exl2_matmul(x, repacked), x, dense)
+
+
+def _gptq_expand(backend: Backend, device: torch.device) -> Cases:
+    for bits in WIDTHS:
+        weight = _on(random_weights.gptq(96, 72, bits, 48, act_order=True), device)
+        x = torch.eye(96, device=device)  # float32: the weight itself, where rows are one-hot
+        product = backend.gptq_matmul(x, backend.gptq_repack(weight)).to(torch.float16)
+        yield f"{bits} bits", _difference(product, _REFERENCE.gptq_dequantize(weight)), 0
+
+
+def _exl2_expand(backend: Backend, device: torch.device) -> Cases:
+    weight = _on(random_weights.exl2(MIXED, 72), device)
+    x = torch.eye(weight.order.numel(), device=device)
+    product = backend.exl2_matmul(x, backend.exl2_repack(weight)).to(torch.float16)
+    yield "all widths", _difference(product, _REFERENCE.exl2_dequantize(weight)), 0
+
+
+def _grid_error(backend: Backend, device: torch.device) -> Cases:
+    random = torch.Generator().manual_seed(0)
+    for bits in WIDTHS:
+        rows, importance = torch.randn(70, 50, generator=random), torch.rand(70, generator=random)
+        scales, zeros = _grids(35, 50, bits, random)
+        inputs = [value.to(device) for value in (rows, importance, scales, zeros)]
+        top = (1 << bits) - 1
+        error = _difference(backend.grid_error(*inputs, top), _REFERENCE.grid_error(*inputs, top))
+        yield f"{bits} bits", error, 1e-5
+
+
+def _solve_rows(backend: Backend, device: torch.device) -> Cases:
+    """Judged row by row given the kernel's own errors above it: where two codes are equally near, one flip moves all
+    the sums that follow, in the reference as in the kernel."""
+    random = torch.Generator().manual_seed(0)
+    for bits in WIDTHS:
+        b, out, top = 150, 40, (1 << bits) - 1
+        weight = torch.randn(b, out, generator=random)
+        target = weight + torch.randn(b, out, generator=random) * 0.1
+        factor = torch.eye(b) + torch.randn(b, b, generator=random).tril(-1) / b
+        scales, zeros = _grids(3, out, bits, random)
+        group = torch.arange(b) // 50
+        inputs = [value.to(device) for value in (weight, target, factor, group, scales, zeros)]
+        codes, errors = (value.cpu() for value in backend.solve_rows(*inputs, top))
+        t = target.double() + factor.tril(-1).double() @ errors.double()
+        ideal = (t / scales[group].double() + zeros[group]).clamp(0, top)
+        yield f"{bits} bits, distance from the nearest code", float((codes - ideal).abs().max()) - 0.5, 1e-4
+        yield f"{bits} bits, errors", _difference(errors, weight - (codes.float() - zeros[group]) * scales[group]), 0
+
+
+CASES: dict[str, Callable[[Backend, torch.device], Cases]] = {
+    "pack": _pack,
+    "unpack": _unpack,
+    "gptq_dequantize": _gptq_dequantize,
+    "exl2_dequantize": _exl2_dequantize,
+    "gptq_matmul": _gptq_matmul,
+    "exl2_matmul": _exl2_matmul,
+    "gptq_expand": _gptq_expand,
+    "exl2_expand": _exl2_expand,
+    "grid_error": _grid_error,
+    "solve_rows": _solve_rows,
+}
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected value; infinite where NaN is found."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    wide, right = found.double(), expected.double()
+    error = float((wide - right).abs().max() / right.abs().max().clamp(min=1e-300))
+    return error if error == error else float("inf")
+
+
+def _product_error(y: Tensor, x: Tensor, dense: Tensor) -> tuple[float, float]:
+    return _difference(y.double(), x.double() @ dense.double()), BOUNDS[x.dtype]
+
+
+def _activations(rows: int, features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(rows, features, generator=torch.Generator().manual_seed(rows)).to(dtype).to(device)
+
+
+def _grids(count: int, out: int, bits: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    scales = (torch.rand(count, out, generator=random) + 0.5) / (1 << bits)
+    return scales, torch.randint(0, 1 << bits, (count, out), generator=random, dtype=torch.int32)
+
+
+def _on(weight: W, device: torch.device) -> W:
+    names = (name for name in weight.__slots__ if isinstance(getattr(weight, name), Tensor))
+    return replace(weight, **{name: getattr(weight, name).to(device) for name in names})

@@ -1,0 +1,45 @@
+"""No `.cu` file without a sweep: the self-test that a user runs on a card, here on the CPU executor."""
+
+import pytest
+import torch
+from cuda_on_cpu import compiler
+from cuda_on_cpu.launcher import ExecutorLauncher
+
+from quantkit.kernels import self_test as self_tests
+from quantkit.kernels.cuda import CudaBackend
+from quantkit.kernels.protocol import Backend
+from quantkit.kernels.reference import ReferenceBackend
+from quantkit.kernels.self_test import CASES, Outcome, self_test
+from quantkit.kernels.sources import names, source
+
+
+def test_every_kernel_has_cases() -> None:
+    assert set(CASES) == set(names())
+
+
+def test_every_operation_has_a_kernel() -> None:
+    """But for those that move a weight between its two forms, which are torch functions."""
+    operations = {name for name in vars(Backend) if not name.startswith("_")} - {"name", "reason"}
+    served = {source(name).reference.split(".")[1] for name in names()}
+    assert operations - served == {f"{kind}_{act}" for kind in ("gptq", "exl2") for act in ("repack", "restore")}
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the CUDA sources cannot be run on the CPU")
+@pytest.mark.parametrize("kernel", CASES)
+def test_the_self_test(kernel) -> None:
+    launcher = ExecutorLauncher()
+    outcomes = [Outcome(kernel, *case) for case in CASES[kernel](CudaBackend(launcher), torch.device("cpu"))]
+    assert outcomes
+    assert not [outcome for outcome in outcomes if not outcome.passed]
+    assert kernel in {name for name, _ in launcher.launched}, "the cases do not reach the kernel"
+
+
+def test_a_wrong_kernel_fails_the_self_test(monkeypatch) -> None:
+    monkeypatch.setattr(self_tests, "CASES", {name: CASES[name] for name in ("pack", "grid_error")})
+
+    class Wrong(ReferenceBackend):
+        def grid_error(self, *args) -> torch.Tensor:
+            return super().grid_error(*args) * (1 + 1e-4)
+
+    outcomes = list(self_test(Wrong(), torch.device("cpu")))
+    assert {outcome.kernel for outcome in outcomes if not outcome.passed} == {"grid_error"}
