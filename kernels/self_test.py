@@ -80,8 +80,9 @@ def _exl2_dequantize(backend: Backend, device: torch.device) -> Cases:
 
 
 def _gptq_matmul(backend: Backend, device: torch.device) -> Cases:
-    for bits in WIDTHS:
-        weight = _on(random_weights.gptq(512, 200, bits, 128, act_order=bits == 4), device)
+    group_sizes = {2: 32, 3: 64, 4: 128, 5: 96, 6: 512, 8: 48}  # within a warp's runs, as long, longer; no power of two
+    for bits, group_size in group_sizes.items():
+        weight = _on(random_weights.gptq(512, 200, bits, group_size, act_order=bits == 4), device)
         dense, repacked = _REFERENCE.gptq_dequantize(weight), backend.gptq_repack(weight)
         for rows, dtype in SHAPES if bits in (3, 4) else SHAPES[:2]:
             x = _activations(rows, 512, dtype, device)

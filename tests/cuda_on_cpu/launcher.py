@@ -17,7 +17,16 @@ from quantkit.kernels.sources import Defines
 class ExecutorLauncher:
     """Stands where CuPy's launcher stands. Memory to write into is poisoned, and ends at an unreadable page."""
 
-    def __init__(self, order: str = "forward", seed: int = 0, architecture: int = 80, processors: int = 4) -> None:
+    def __init__(
+        self,
+        order: str = "forward",
+        seed: int = 0,
+        *,
+        architecture: int = 80,
+        processors: int = 4,
+        folder: Path = Path(str(files("quantkit.kernels") / "cuda")),
+    ) -> None:
+        self._folder = folder
         self._schedule = {"order": order, "seed": seed}
         self._architecture = architecture
         self._processors = processors
@@ -54,13 +63,13 @@ class ExecutorLauncher:
         device: torch.device,
         shared_bytes: int = 0,
     ) -> None:
-        function = _module(name, tuple(sorted(defines.items())), self._architecture).get_function(entry)
+        module = _module(self._folder / f"{name}.cu", tuple(sorted(defines.items())), self._architecture)
+        function = module.get_function(entry)
         function(grid, (threads,), arguments, shared_mem=shared_bytes, **self._schedule)
         self.launched.append((entry, tuple(grid)))
 
 
 @cache
-def _module(name: str, defines: tuple[tuple[str, int | str], ...], architecture: int) -> Module:
-    folder = Path(str(files("quantkit.kernels") / "cuda"))
+def _module(path: Path, defines: tuple[tuple[str, int | str], ...], architecture: int) -> Module:
     options = [f"-D{key}={value}" for key, value in defines]
-    return Module(folder / f"{name}.cu", options=[*options, f"-D__CUDA_ARCH__={architecture}0"])
+    return Module(path, options=[*options, f"-D__CUDA_ARCH__={architecture}0"])
