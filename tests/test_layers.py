@@ -14,7 +14,7 @@ LAYERS = [
     {"formats"},
     {"models"},
     {"checkpoint"},
-    {"job", "plan", "calibration", "solver", "runtime"},
+    {"job", "plan", "allocation", "calibration", "solver", "runtime"},
     {"evaluators"},
     {"commands"},
     {"console"},
