@@ -31,7 +31,7 @@ class Receipt:
         self._tensors[name] = _digest(tensor)
 
     def add_weight(self, linear: str, weight: Tensor) -> None:
-        """The weight `[in, out]` that the tensors of a linear must decode to, in any float dtype: float16 is compared."""
+        """The weight `[in, out]` that a linear must decode to, in any float dtype: float16 is compared."""
         self._weights[linear] = _digest_of_values(weight)
 
     def check(self, checkpoint: Checkpoint) -> None:

@@ -14,7 +14,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line; returns its exit code. Nothing is on stdout when it is not 0 under `--json`."""
+    """Run one command line; returns its exit code. An error leaves nothing on stdout under `--json`."""
     import typer
 
     from quantkit.cli.app import app
@@ -56,5 +56,6 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        print_error(f"{type(error).__name__}: {error}", "this is a bug: run again with `--debug` and report the traceback")
+        hint = "this is a bug: run again with `--debug` and report the traceback"
+        print_error(f"{type(error).__name__}: {error}", hint)
         return 1
