@@ -85,8 +85,8 @@ class Bars:
                    TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[note]}", markup=False))
         # Work comes in bursts (the linears of a block are solved one after another, then the block runs again), so only
         # the average over the whole run foretells its end.
-        whole_run = 1e9
-        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal, speed_estimate_period=whole_run) as bars:
+        whole_run = {"speed_estimate_period": 1e9}
+        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal, **whole_run) as bars:
             yield _Bar(bars, label, total)
 
     def say(self, line: str) -> None:
