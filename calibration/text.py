@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quantkit.calibration.dataset import read_dataset
 from quantkit.errors import CalibrationError
 
 HELD_BACK = "held-back.txt"
 PIECE_CHARACTERS = 1 << 16  # tokenized at once: bounds the memory of the tokenizer
 CHARACTERS_PER_TOKEN = 32  # of a longer source only this much text is tokenized for each token asked for
 ROW_HINT = 'each line of `.jsonl` looks like {"text": "…"}; the Parquet column `text` holds strings'
-DATASETS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1"), "c4": ("allenai/c4", "en")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def token_rows(source: str, tokenizer: Encoder, samples: int, length: int, seed:
     elif Path(source).exists() or _looks_like_file(source):
         sources = [(read_documents(Path(source)), 1.0)]
     else:
-        sources = [(read_dataset(source, "train", limit, seed), 1.0)]
+        sources = [(_read_named(source, limit, seed), 1.0)]
     streams = [(_encode(_excerpt(documents, limit, generator), tokenizer), share) for documents, share in sources]
     windows = [(_windows(tokens, head, length), share) for tokens, share in streams]
     rows = sum(len(part) for part, _ in windows)
@@ -105,8 +105,9 @@ def read_text(path: Path) -> str:
 def read_documents(path: Path) -> list[str]:
     """The documents of a file: `.parquet` column `text`, `.jsonl` key `text`, any other ending one UTF-8 text."""
     if not path.is_file():
+        found = "is a folder" if path.is_dir() else "is a pipe or device" if path.exists() else ""
         raise CalibrationError(
-            f"`{path}` is a folder, not a text file" if path.is_dir() else f"no such file: `{path}`",
+            f"`{path}` {found}, not a text file" if found else f"no such file: `{path}`",
             hint="give a `.parquet`, `.jsonl` or text file",
         )
     if path.suffix == ".parquet":
@@ -118,40 +119,18 @@ def read_documents(path: Path) -> list[str]:
             f"`{path}` is not UTF-8 text: byte {error.start:,} cannot be decoded",
             hint=f"convert it: `iconv -t UTF-8 -o text.txt {path.name}`",
         ) from error
+    except OSError as error:
+        raise CalibrationError(
+            f"`{path}` cannot be read: {error.strerror}", hint="give a file that you may read"
+        ) from error
     return _read_jsonl(path, text) if path.suffix == ".jsonl" else [text]
 
 
-def read_dataset(name: str, split: str, limit: int | None = None, seed: int | None = None) -> list[str]:
-    """Column `text` of a named dataset, from the network or a local cache, streamed.
-
-    limit   stop after this many characters
-    seed    shuffle with it (a buffer of 1,000 documents); None keeps the order
-    """
-    hint = "without a network give local text: a `.parquet` (column `text`), `.jsonl` (key `text`) or UTF-8 FILE"
+def _read_named(source: str, limit: int, seed: int) -> list[str]:
     try:
-        import datasets
-    except ImportError as error:
-        raise CalibrationError(
-            f"`{name}` is no file, and the package `datasets` is not installed to look for a dataset", hint=hint
-        ) from error
-    path, config = DATASETS.get(name, (name, None))
-    documents: list[str] = []
-    characters = 0
-    try:
-        stream = datasets.load_dataset(path, config, split=split, streaming=True)
-        for row in stream if seed is None else stream.shuffle(seed=seed, buffer_size=1000):
-            documents.append(row["text"])
-            characters += len(documents[-1])
-            if limit is not None and characters >= limit:
-                break
-    except KeyError as error:
-        raise CalibrationError(f"dataset `{name}` has no column `text`", hint=hint) from error
-    except Exception as error:  # the library raises its own, the hub's and the HTTP client's errors
-        reason = str(error).strip().split("\n")[0]
-        raise CalibrationError(
-            f"`{name}` is no file, and dataset `{path}` cannot be read: {reason}", hint=hint
-        ) from error
-    return documents
+        return read_dataset(source, "train", limit, seed)
+    except CalibrationError as error:
+        raise CalibrationError(f"`{source}` is no file here, and {error.message}", hint=error.hint) from error
 
 
 def _looks_like_file(source: str) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.text import held_back_text, read_dataset, read_text
+from quantkit.calibration.dataset import read_dataset
+from quantkit.calibration.text import held_back_text, read_text
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.errors import CalibrationError, CheckpointError, RequestError, UsageError
 from quantkit.evaluators.divergence import Divergence

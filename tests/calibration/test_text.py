@@ -182,50 +182,32 @@ def test_a_path_is_never_a_dataset(tmp_path: Path) -> None:
         text.token_rows("missing.jsonl", Letters(), 1, 2, 0)
 
 
-def test_a_dataset_without_its_library_hints_at_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_neither_file_nor_dataset_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(CalibrationError, match="`datasets` is not installed") as error:
+    message = "`someone/corpus` is no file here, and data set `someone/corpus` cannot be read: .* is not installed"
+    with pytest.raises(CalibrationError, match=message) as error:
         text.token_rows("someone/corpus", Letters(), 1, 2, 0)
     assert "FILE" in str(error.value.hint)
 
 
-def _serve(monkeypatch: pytest.MonkeyPatch, **columns: list[str]) -> list[tuple]:
-    """Stand in for the network alone: any name is a streamed dataset with these columns."""
-    import datasets
-
+def test_rows_of_a_dataset_depend_on_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load(*names: str, **options: object) -> datasets.IterableDataset:
-        asked.append((*names, options))
-        return datasets.Dataset.from_dict(columns).to_iterable_dataset()
+    def read(name: str, split: str, limit: int, seed: int) -> list[str]:
+        asked.append((name, split, seed))
+        return [f"{number:04}" for number in range(900)]
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    return asked
-
-
-def test_a_dataset_is_streamed_until_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = _serve(monkeypatch, text=[f"{number:04}" for number in range(900)])
-    assert text.read_dataset("wikitext2", "test", limit=10) == ["0000", "0001", "0002"]
-    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", {"split": "test", "streaming": True})]
+    monkeypatch.setattr(text, "read_dataset", read)
     first, again, other = (text.token_rows("someone/corpus", Letters(), 4, 8, seed) for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
-    assert asked[1][:2] == ("someone/corpus", None)
+    assert asked[1:] == [("someone/corpus", "train", 0), ("someone/corpus", "train", 1)]
 
 
-def test_a_dataset_that_cannot_be_used_hints_at_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    _serve(monkeypatch, body=["x"])
-    with pytest.raises(CalibrationError, match="dataset `someone/corpus` has no column `text`"):
-        text.token_rows("someone/corpus", Letters(), 1, 2, 0)
-
-    def unreachable(*names: str, **options: object) -> None:
-        raise ConnectionError("Couldn't reach the hub\n(and a long story)")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(CalibrationError, match=r"`corpus` is no file, and dataset `corpus` cannot be read: .*hub$") as error:
-        text.token_rows("corpus", Letters(), 1, 2, 0)
-    assert "FILE" in str(error.value.hint)
+def test_what_is_there_but_no_file_is_called_what_it_is() -> None:
+    with pytest.raises(CalibrationError, match="`/dev/null` is a pipe or device, not a text file"):
+        text.read_text(Path("/dev/null"))
+    with pytest.raises(CalibrationError, match="`/proc/self/mem` cannot be read: Input/output error"):
+        text.read_text(Path("/proc/self/mem"))
 
 
 def test_json_of_any_language_is_text(tmp_path: Path) -> None:
