@@ -27,6 +27,17 @@ class QuantizeSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """`quantkit plan MEASUREMENT --bpw 4.0 -o OUT`."""
+
+    measurement: Path
+    bpw: float
+    out: Path
+    head_bits: int = 6
+    include_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ConvertSettings:
     """`quantkit convert ROUTE IN OUT`, ROUTE as `gguf-to-hf`."""
 

@@ -1,0 +1,92 @@
+"""`quantkit plan`: a measurement and a budget → the mix of each linear, as a file to edit or to quantize with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.allocation import Allocation
+from quantkit.measurement import MeasuredLinear, Measurement
+from quantkit.mix_plan import MixPlan, plan_mixes
+from quantkit.plan import kind_of
+from quantkit.progress import Progress
+from quantkit.settings import PlanSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What was chosen. `damage` is the predicted KL in nats per token; no plan of this budget is below `bound`."""
+
+    out: Path
+    plan: MixPlan
+    allocation: Allocation
+    weights: int
+    measurement: Measurement
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.allocation.bits / self.weights
+
+    def rows(self) -> list[list[str]]:
+        """Name and figure: the summary."""
+        part = "linears and head" if self.plan.include_head else "linears"
+        return [
+            [f"bits per weight, {part}", f"{self.bits_per_weight:.4f} of {self.plan.target:g}"],
+            ["predicted KL", f"{self.allocation.damage:.4f}"],
+            ["least possible", f"{self.allocation.bound:.4f}"],
+            ["linears", f"{len(self.plan.linears)} quantized, {len(self.plan.dense)} left dense"],
+        ]
+
+    def kind_rows(self) -> list[list[str]]:
+        """Each kind of linear: how many, and least, mean and most bits per weight."""
+        kinds: dict[str, list[tuple[float, float]]] = {}
+        for linear in self.measurement.linears:
+            if linear.candidates:
+                bits, damage = _chosen(linear, self.plan.linears[linear.name])
+                kinds.setdefault(kind_of(linear.name), []).append((bits / linear.weights, damage))
+        return [
+            [
+                kind,
+                str(len(found)),
+                f"{min(bits for bits, _ in found):.2f}",
+                f"{sum(bits for bits, _ in found) / len(found):.2f}",
+                f"{max(bits for bits, _ in found):.2f}",
+                f"{sum(damage for _, damage in found):.4f}",
+            ]
+            for kind, found in kinds.items()
+        ]
+
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Title, columns and rows of each table for people."""
+        columns = ["bits per weight", "linears", "least", "mean", "most", "KL"]
+        return [("by kind of linear", columns, self.kind_rows()), (str(self.out), ["", ""], self.rows())]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "target": self.plan.target,
+            "include_head": self.plan.include_head,
+            "head_bits": self.plan.head_bits,
+            "bits_per_weight": self.bits_per_weight,
+            "bits": self.allocation.bits,
+            "damage": self.allocation.damage,
+            "bound": self.allocation.bound,
+            "linears": dict(self.plan.linears),
+            "dense": dict(self.plan.dense),
+        }
+
+
+def run(settings: PlanSettings, progress: Progress) -> PlanReport:
+    """Raises PlanError for a file that is no measurement and for a target out of reach."""
+    measurement = Measurement.load(settings.measurement)
+    plan, allocation = plan_mixes(
+        measurement, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head
+    )
+    plan.save(settings.out)
+    weights = measurement.weights + (measurement.head_weights if settings.include_head else 0)
+    progress.say(f"wrote {settings.out}")
+    return PlanReport(settings.out, plan, allocation, weights, measurement)
+
+
+def _chosen(linear: MeasuredLinear, mix: str) -> tuple[int, float]:
+    found = next(candidate for candidate in linear.candidates if candidate.mix == mix)
+    return found.bits, found.damage

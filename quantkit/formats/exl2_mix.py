@@ -1,0 +1,62 @@
+"""Mixes of widths as text, which ones are worth measuring, and the usual ones of a head.
+
+`8@128:15% 6@128:85%` gives the most important 15 % of the rows 8 bits, the rest 6, both in groups of 128 rows.
+`4@64` is one width for all rows.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from quantkit.errors import FormatError
+from quantkit.formats import exl2_layout
+from quantkit.formats.exl2_layout import Width
+
+_PART = re.compile(r"(\d+)@(-?\d+)(?::(\d+(?:\.\d+)?)%)?")
+
+CANDIDATES = (
+    "3@64:10% 2@64:90%",
+    "3@64:30% 2@64:70%",
+    "3@64:60% 2@64:40%",
+    "4@64:5% 3@64:95%",
+    "4@64:25% 3@64:75%",
+    "4@64:55% 3@64:45%",
+    "5@64:5% 4@64:95%",
+    "5@64:25% 4@64:75%",
+    "5@64:55% 4@64:45%",
+    "6@64:10% 5@64:90%",
+    "6@64:50% 5@64:50%",
+    "8@128:10% 6@128:90%",
+    "8@128",
+)
+"""From 2.1 to 8.1 bits, in steps of about a third of a bit where models live."""
+
+HEAD: Mapping[int, str] = {
+    2: "4@32:30% 2@32:70%",
+    3: "4@32:15% 3@32:85%",
+    4: "6@32:15% 4@32:85%",
+    5: "6@128:15% 5@128:85%",
+    6: "8@128:15% 6@128:85%",
+    8: "8@128",
+}
+"""Head bits → the mix that ExLlamaV2 gives a head of so many bits."""
+
+
+def read(text: str) -> tuple[Width, ...]:
+    """Raises FormatError for text that is no mix, and for a mix that EXL2 does not hold."""
+    widths = []
+    for part in text.split():
+        found = _PART.fullmatch(part)
+        if found is None or (found[3] is None and len(text.split()) > 1):
+            raise FormatError(f"`{text}` is no mix of widths", hint="write one as `5@64:25% 4@64:75%`, or as `4@128`")
+        widths.append(Width(int(found[1]), int(found[2]), float(found[3] or 100) / 100))
+    if not widths:
+        raise FormatError("an empty mix of widths holds nothing", hint="write one as `5@64:25% 4@64:75%`")
+    exl2_layout.check(widths)
+    return tuple(widths)
+
+
+def spell(widths: Sequence[Width]) -> str:
+    """The text that `read` understands."""
+    if len(widths) == 1:
+        return f"{widths[0].bits}@{widths[0].group_size}"
+    return " ".join(f"{width.bits}@{width.group_size}:{width.share * 100:.6g}%" for width in widths)

@@ -1,0 +1,152 @@
+"""Measurement: what each layout of each linear would cost in bits and do in damage, for one model and one text.
+
+A file of plain JSON: `linears` has one object for each linear, `candidates` in it one for each layout that was solved.
+Damage is in nats of KL divergence from the original's predictions, per token, and adds up over linears. The file knows
+the fingerprint of its model, so that it is never used for another.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import PlanError
+
+KIND, VERSION = "quantkit measurement", 1
+MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One layout of one linear.
+
+    mix     of widths, as `formats.exl2_mix` spells it
+    bits    all bits on disk, side data and bias included
+    error   Hessian-weighted squared error relative to the weighted square of the weight
+    damage  nats per token
+    """
+
+    mix: str
+    bits: int
+    error: float
+    damage: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLinear:
+    """One linear. One that the format cannot hold has no candidates, but a reason, and bits as it is stored now."""
+
+    name: str
+    in_features: int
+    out_features: int
+    candidates: tuple[Candidate, ...]
+    dense_bits: int = 0
+    dense_because: str | None = None
+
+    @property
+    def weights(self) -> int:
+        return self.in_features * self.out_features
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """All linears of the blocks in the order of the model, and what they were measured with."""
+
+    model: str
+    head_inputs: int
+    head_weights: int
+    calibration: Mapping[str, Any]
+    linears: tuple[MeasuredLinear, ...]
+
+    @property
+    def weights(self) -> int:
+        """Of all linears of the blocks, dense ones included: what bits per weight are counted over."""
+        return sum(linear.weights for linear in self.linears)
+
+    def require(self, fingerprint: str, model: str) -> None:
+        """PlanError unless this was measured on the model of that fingerprint."""
+        if fingerprint != self.model:
+            raise PlanError(
+                f"the measurement is of another model than `{model}`: fingerprint {self.model[:12]}, "
+                f"expected {fingerprint[:12]}",
+                hint=f"measure this one: `quantkit measure {model} -o measurement.json`",
+            )
+
+    def as_json(self) -> dict[str, Any]:
+        return {"kind": KIND, "version": VERSION, **asdict(self)}
+
+    def save(self, path: Path) -> None:
+        """Written whole or not at all. Raises PlanError when it cannot be."""
+        save_json(path, self.as_json())
+
+    @classmethod
+    def load(cls, path: Path) -> "Measurement":
+        """Raises PlanError, naming file and key, for anything that is no measurement."""
+        value = load_json(path, KIND, VERSION, "quantkit measure MODEL -o measurement.json")
+        try:
+            linears = tuple(_linear(entry) for entry in value["linears"])
+            head = int(value["head_inputs"]), int(value["head_weights"])
+            measurement = cls(str(value["model"]), *head, dict(value["calibration"]), linears)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"`{path}` is a damaged measurement: {_reason(error)}", hint="measure again") from error
+        if not linears:
+            raise PlanError(f"`{path}` measures no linear", hint="measure again")
+        return measurement
+
+
+def save_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Through a temporary file beside it. Raises PlanError when it cannot be written."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        hint = "choose another place with `-o`"
+        raise PlanError(f"`{path}` cannot be written: {error.strerror}", hint=hint) from error
+
+
+def load_json(path: Path, kind: str, version: int, command: str) -> dict[str, Any]:
+    """An object of that kind and version; `command` makes one. Raises PlanError for anything else."""
+    hint = f"make one: `{command}`"
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise PlanError(f"`{path}` is too large for a {kind}", hint=hint)
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"`{path}` cannot be read: {error.strerror}", hint=hint) from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"`{path}` is not JSON: {error}", hint=hint) from error
+    if not isinstance(value, dict) or value.get("kind") != kind:
+        raise PlanError(f"`{path}` is no {kind}", hint=hint)
+    if value.get("version") != version:
+        found = value.get("version")
+        raise PlanError(f"`{path}`: expected version {version} of a {kind}, found {found}", hint=hint)
+    return value
+
+
+def _linear(entry: Any) -> MeasuredLinear:
+    candidates = tuple(
+        Candidate(str(each["mix"]), int(each["bits"]), float(each["error"]), float(each["damage"]))
+        for each in entry["candidates"]
+    )
+    for candidate in candidates:
+        if not (math.isfinite(candidate.damage) and candidate.damage >= 0 and candidate.bits > 0):
+            found = f"{candidate.bits} bits and damage {candidate.damage}"
+            raise ValueError(f"`{entry['name']}` has a candidate of {found}")
+    because = entry["dense_because"]
+    if not candidates and because is None:
+        raise ValueError(f"`{entry['name']}` has neither candidates nor a reason to stay dense")
+    return MeasuredLinear(
+        str(entry["name"]),
+        int(entry["in_features"]),
+        int(entry["out_features"]),
+        candidates,
+        int(entry["dense_bits"]),
+        None if because is None else str(because),
+    )
+
+
+def _reason(error: Exception) -> str:
+    return f"no key {error}" if isinstance(error, KeyError) else str(error)
