@@ -81,11 +81,15 @@ def cut_windows(
     if there < (windows or 1):
         raise CalibrationError(
             f"the text has {len(ids)} tokens, which makes {there} windows of {length}; {windows or 1} asked for",
-            hint=f"--windows {there}" if there else f"a longer text, or --length {max(2, len(ids))} at most",
+            hint=f"--windows {there}" if there else f"a longer text{_or_shorter_windows(len(ids))}",
         )
     count = windows or there
     rows = torch.tensor(ids[: count * length], dtype=torch.int64).reshape(count, length)
     return torch.cat([torch.tensor(front, dtype=torch.int64).expand(count, -1), rows], dim=1)
+
+
+def _or_shorter_windows(tokens: int) -> str:
+    return f", or --length {tokens} at most" if tokens >= 2 else ""
 
 
 def score(model: Model, windows: Tensor, progress: Progress | None = None, *, first: int = 1) -> Perplexity:

@@ -7,6 +7,7 @@
 A cache never wraps, drops or overwrites a position: what does not fit is an error.
 """
 
+import math
 from typing import Protocol
 
 import torch
@@ -32,11 +33,19 @@ class KVCache:
     def __init__(
         self, config: CacheShape, batch: int, capacity: int, dtype: torch.dtype, device: str | torch.device = "cpu"
     ) -> None:
+        """Raises RequestError where there is no memory for it."""
         self.capacity = capacity
         self.length = 0
         shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
-        self._keys = torch.empty(shape, dtype=dtype, device=device)
-        self._values = torch.empty(shape, dtype=dtype, device=device)
+        try:
+            self._keys = torch.empty(shape, dtype=dtype, device=device)
+            self._values = torch.empty(shape, dtype=dtype, device=device)
+        except (RuntimeError, TypeError) as error:  # TypeError: a number beyond 64 bits
+            raise RequestError(
+                f"a cache of {capacity} positions needs {2 * math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB, "
+                "which are not to be had",
+                hint="use a smaller `--max-new-tokens`",
+            ) from error
 
     @property
     def size_bytes(self) -> int:

@@ -95,6 +95,13 @@ def test_what_cannot_be_cut_is_refused(tokens, length, count, error, message, hi
     assert message in caught.value.message and hint in caught.value.hint
 
 
+def test_no_window_length_is_hinted_at_where_none_would_do():
+    for tokens in (0, 1):
+        with pytest.raises(CalibrationError) as caught:
+            cut_windows([0] * tokens, 10, None, context=64)
+        assert caught.value.hint == "a longer text"
+
+
 def test_tokens_the_model_does_not_know_are_refused(model):
     with pytest.raises(RequestError, match="token id 320 is outside"):
         score(model, torch.tensor([[1, 320, 2]]))

@@ -87,3 +87,10 @@ def test_nothing_to_continue_and_nothing_asked_for():
         admit(0, 1, 10)
     with pytest.raises(RequestError, match="0 new tokens are asked for"):
         admit(1, 0, 10)
+
+
+@pytest.mark.parametrize("capacity", [2**43, 2**62, 10**25])
+def test_a_cache_beyond_all_memory_is_refused_with_its_size(capacity):
+    with pytest.raises(RequestError, match=f"a cache of {capacity} positions needs .* GiB, which are not to be had") as caught:
+        KVCache(SHAPE, batch=1, capacity=capacity, dtype=torch.float32)
+    assert "--max-new-tokens" in caught.value.hint
