@@ -79,14 +79,18 @@ class _Bar:
 class Bars:
     """`progress.Progress` for a terminal: rich bars with elapsed time and ETA on stderr."""
 
+    WHOLE_RUN = 1e9  # seconds
+
     @contextmanager
     def task(self, label: str, total: int) -> Iterator[Task]:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                    TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[note]}", markup=False))
         # Work comes in bursts (the linears of a block are solved one after another, then the block runs again), so only
         # the average over the whole run foretells its end.
-        whole_run = {"speed_estimate_period": 1e9}
-        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal, **whole_run) as bars:
+        bars = Progress(
+            *columns, console=err, transient=True, disable=not err.is_terminal, speed_estimate_period=self.WHOLE_RUN
+        )
+        with bars:
             yield _Bar(bars, label, total)
 
     def say(self, line: str) -> None:
