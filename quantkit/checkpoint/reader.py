@@ -33,7 +33,7 @@ from quantkit.formats.gptq_config import GptqConfig, GptqSettings
 from quantkit.formats.gptq_inference import infer
 from quantkit.formats.joined import JoinedTensor
 from quantkit.models import catalog
-from quantkit.models.architecture import EMBEDDING, HEAD
+from quantkit.models.architecture import EMBEDDING, HEAD, Architecture
 from quantkit.models.config import ModelConfig
 
 
@@ -136,6 +136,19 @@ class Checkpoint:
         """What goes along when the model is written anew: tokenizer, chat template, licence, model card, …"""
         return folders.side_files(self.path)
 
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The family of the model. Raises UnsupportedModel for one that is not in the catalog."""
+        return catalog.find(self.config, str(self.path / "config.json"))
+
+    @cached_property
+    def model_config(self) -> ModelConfig:
+        """The numbers of config.json.
+
+        Raises CheckpointError for a missing key and UnsupportedModel for a value that cannot be honoured.
+        """
+        return ModelConfig.read(self.config, str(self.path / "config.json"))
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of all tensors, headers not counted."""
@@ -153,12 +166,8 @@ class Checkpoint:
     @cached_property
     def _widths(self) -> dict[str, tuple[int, ...]]:
         """Quantizable linear of a block → its outputs as the config has them, for each part of a fused one."""
-        linears = catalog.find(self.config).linears(self._model_config)
+        linears = self.architecture.linears(self.model_config)
         return {spec.name: spec.widths for spec in linears if spec.quantizable}
-
-    @cached_property
-    def _model_config(self) -> ModelConfig:
-        return ModelConfig.read(self.config)
 
     @cached_property
     def _gptq(self) -> GptqConfig | None:
@@ -196,7 +205,7 @@ class Checkpoint:
     def _width(self, module: str, linear: str, part: int) -> int | None:
         """The true outputs of a module that may be padded; None for one that the family does not have."""
         if linear == HEAD:
-            return self._model_config.vocab_size
+            return self.model_config.vocab_size
         widths = self._widths.get(linear)
         if widths is None:
             return None

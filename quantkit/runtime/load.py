@@ -6,8 +6,6 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.errors import UsageError
-from quantkit.models import catalog
-from quantkit.models.config import ModelConfig
 from quantkit.models.contents import check_contents
 from quantkit.models.transformer import Model
 from quantkit.runtime.placement import DTYPES, Placement
@@ -35,7 +33,6 @@ def load_model(checkpoint: Checkpoint, device: str = "cpu", dtype: str | torch.d
             raise UsageError(f"cannot compute in `{dtype}`", hint=f"use one of {', '.join(DTYPES)}")
         dtype = named[0]
     placement = Placement.choose(device, dtype or "auto")
-    config = ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json"))
-    architecture = catalog.find(checkpoint.config)
+    config, architecture = checkpoint.model_config, checkpoint.architecture
     check_contents(checkpoint, config, architecture)
     return Model.load(checkpoint, config, architecture, placement.dtype, placement.device)
