@@ -7,12 +7,17 @@ The public API has the verbs of the command line; each name is imported when it 
 import importlib
 from typing import Any
 
-from quantkit.version import VERSION as __version__
+from quantkit.version import VERSION
+
+__version__ = VERSION
 
 _HOMES = {
-    "open_checkpoint": "quantkit.checkpoint.reader",
-    "load": "quantkit.runtime.load",
     "quantize": "quantkit.commands.quantize",
+    "convert": "quantkit.commands.convert",
+    "evaluate": "quantkit.commands.evaluate",
+    "generate": "quantkit.commands.generate",
+    "load": "quantkit.runtime.load",
+    "open_checkpoint": "quantkit.checkpoint.reader",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -22,3 +27,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'quantkit' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -32,8 +32,8 @@ def _tour() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line.startswith("quantkit ")]
 
 
-def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, capsys) -> None:
-    """On a tiny model in place of the real one, in the README's own order, with its own names."""
+def test_everything_in_the_readme_runs(tmp_path, monkeypatch, capsys) -> None:
+    """On a tiny model in place of the real one, in the README's own order, with its own names; Python at the end."""
     # Groups of 64 rows need wider linears than the usual tiny model has; windows of 512 tokens a longer context.
     shape = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 1024}
     tiny_gguf.write_model(tmp_path / "SmolLM2-135M-Instruct.gguf", **shape)
@@ -43,3 +43,8 @@ def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, capsys) -> None
     assert len(lines) >= 6
     for line in lines:
         assert cli.run(shlex.split(line)[1:]) == 0, f"{line}\n{capsys.readouterr().err}"
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(program, names)
+    assert names["report"].bits_per_weight < 4
+    assert names["weight"].shape == (192, 128)

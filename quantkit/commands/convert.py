@@ -12,7 +12,7 @@ from quantkit.checkpoint import gguf_model, gguf_tokenizer, model_card
 from quantkit.checkpoint.gguf import open_gguf
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import UsageError
-from quantkit.progress import Progress
+from quantkit.progress import Progress, Tqdm
 from quantkit.settings import ConvertSettings
 
 
@@ -51,6 +51,16 @@ class ConvertReport:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def convert(
+    route: str, source: str | Path, out: str | Path, *, overwrite: bool = False, progress: Progress | None = None
+) -> ConvertReport:
+    """Convert `source` to the folder `out` by a route of the command line; see `run`.
+
+    report = quantkit.convert("gguf-to-hf", "llama.gguf", "models/llama")
+    """
+    return run(ConvertSettings(route, Path(source), Path(out), overwrite), progress or Tqdm())
 
 
 def run(settings: ConvertSettings, progress: Progress) -> ConvertReport:

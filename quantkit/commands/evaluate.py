@@ -1,12 +1,8 @@
-"""`quantkit eval perplexity` and `quantkit eval compare`: text → windows → figures, with all that defines them.
+"""`quantkit eval perplexity` and `quantkit eval compare`: text → windows → figures, with all that defines them."""
 
-A perplexity means nothing without its text, window length, BOS handling and arithmetic, so every report states them.
-"""
-
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -14,19 +10,17 @@ from torch import Tensor
 from quantkit.calibration.dataset import read_dataset
 from quantkit.calibration.text import held_back_text, read_text
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
+from quantkit.commands.evaluate_report import CompareReport, PerplexityReport, Scored
 from quantkit.errors import CalibrationError, CheckpointError, RequestError, UsageError
-from quantkit.evaluators.divergence import Divergence
 from quantkit.evaluators.divergence import compare as measure_divergence
 from quantkit.evaluators.perplexity import Perplexity, cut_windows, score
-from quantkit.models.config import ModelConfig
 from quantkit.models.transformer import Model
-from quantkit.progress import Progress
+from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import CompareSettings, PerplexitySettings, TextSettings
 
-CONVENTION = "windows without overlap, each from position 0, the first token of a window is not scored"
 SPLITS = {"wikitext2": "test", "c4": "validation"}
 ENDLESS = {"c4"}
 """Data sets too large to be read whole; `ENDLESS_WINDOWS` are scored unless `--windows` says otherwise."""
@@ -35,122 +29,49 @@ CHARACTERS_PER_TOKEN = 16
 """Of an endless data set this much text is read for each token: several times what any language needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """What was scored, and how: the part of a report that makes its figures comparable.
+@overload
+def evaluate(
+    model: str | Path,
+    reference: None = None,
+    *,
+    text: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    **options: Any,
+) -> PerplexityReport: ...
+@overload
+def evaluate(
+    model: str | Path,
+    reference: str | Path,
+    *,
+    text: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    **options: Any,
+) -> CompareReport: ...
+def evaluate(
+    model: str | Path,
+    reference: str | Path | None = None,
+    *,
+    text: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    **options: Any,
+) -> PerplexityReport | CompareReport:
+    """The perplexity of `model`; with a `reference` how far `model` is from that. Other options are the fields of
+    `quantkit.settings.TextSettings`; see `perplexity` and `compare`.
 
-    source       file, data set or bundled text
-    text_tokens  tokens of the whole text; the windows cover the first part of them
-    bos          whether a BOS token stood in front of every window
+        quantkit.evaluate("models/llama-gptq", text="notes.txt", length=512).score.perplexity
+        quantkit.evaluate("models/llama-gptq", "models/llama").divergence.kl_mean
     """
-
-    source: str
-    text_tokens: int
-    length: int
-    bos: bool
-    placement: Placement
-
-    def rows(self, score: Perplexity) -> list[list[str]]:
-        return [
-            ["text", self.source],
-            ["windows", f"{score.windows} of {self.length} tokens: {score.tokens} of the text's {self.text_tokens}"],
-            ["scored", f"{score.predictions} predictions"],
-            ["convention", CONVENTION],
-            ["BOS", "yes, in front of every window" if self.bos else "no"],
-            ["arithmetic", f"{self.placement.dtype_name} on {self.placement.device}, backend {self.placement.backend}"],
-        ]
-
-    def as_json(self, score: Perplexity) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "text_tokens": self.text_tokens,
-            "tokens": score.tokens,
-            "predictions": score.predictions,
-            "windows": score.windows,
-            "length": self.length,
-            "convention": CONVENTION,
-            "bos": self.bos,
-            "dtype": self.placement.dtype_name,
-            "device": self.placement.device,
-            "backend": self.placement.backend,
-        }
-
-
-def _json_number(value: float) -> float | None:
-    """JSON knows no infinity."""
-    return value if math.isfinite(value) else None
-
-
-@dataclass(frozen=True, slots=True)
-class PerplexityReport:
-    """One model's perplexity. `notes` are for people: what may make the figure mean something else."""
-
-    model: str
-    score: Perplexity
-    scored: Scored
-    notes: tuple[str, ...] = ()
-
-    def rows(self) -> list[list[str]]:
-        """Name and figure, for the console."""
-        return [
-            ["perplexity", f"{self.score.perplexity:.4f}"],
-            ["mean negative log-likelihood", f"{self.score.mean_nll:.5f} nats"],
-            *self.scored.rows(self.score),
-            *(["note", note] for note in self.notes),
-        ]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "perplexity": _json_number(self.score.perplexity),
-            "mean_nll": self.score.mean_nll,
-            **self.scored.as_json(self.score),
-            "notes": list(self.notes),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class CompareReport:
-    """A candidate against its reference."""
-
-    reference: str
-    candidate: str
-    divergence: Divergence
-    scored: Scored
-    notes: tuple[str, ...] = ()
-
-    def rows(self) -> list[list[str]]:
-        """Name and figure, for the console."""
-        found = self.divergence
-        low, high = found.kl_ci95
-        return [
-            ["mean KL", f"{found.kl_mean:.6f} nats"],
-            ["95 % interval", f"{low:.6f} to {high:.6f}, bootstrap over blocks of neighbouring tokens"],
-            ["90th, 99th percentile", f"{found.kl_p90:.6f}, {found.kl_p99:.6f}"],
-            ["same likeliest token", f"{found.top1_agreement:.2%}"],
-            ["perplexity of the reference", f"{found.reference.perplexity:.4f}"],
-            ["perplexity of the candidate", f"{found.candidate.perplexity:.4f}"],
-            *self.scored.rows(found.reference),
-            *(["note", note] for note in self.notes),
-        ]
-
-    def as_json(self) -> dict[str, Any]:
-        found = self.divergence
-        return {
-            "reference": self.reference,
-            "candidate": self.candidate,
-            "kl_mean": found.kl_mean,
-            "kl_ci95": list(found.kl_ci95),
-            "kl_p90": found.kl_p90,
-            "kl_p99": found.kl_p99,
-            "top1_agreement": found.top1_agreement,
-            "perplexity_reference": _json_number(found.reference.perplexity),
-            "perplexity_candidate": _json_number(found.candidate.perplexity),
-            "mean_nll_reference": found.reference.mean_nll,
-            "mean_nll_candidate": found.candidate.mean_nll,
-            **self.scored.as_json(found.reference),
-            "notes": list(self.notes),
-        }
+    scored = TextSettings(text=None if text is None else Path(text), **options)
+    progress = progress or Tqdm()
+    if reference is None:
+        return perplexity(PerplexitySettings(str(model), scored, device, dtype), progress)
+    return compare(CompareSettings(str(reference), str(model), scored, device, dtype), progress)
 
 
 def perplexity(settings: PerplexitySettings, progress: Progress) -> PerplexityReport:
@@ -164,7 +85,7 @@ def perplexity(settings: PerplexitySettings, progress: Progress) -> PerplexityRe
     tokenizer = Tokenizer.open(checkpoint.path)
     source, text = _read(settings.text)
     ids = tokenizer.encode(text)
-    windows = _cut(settings.text, ids, tokenizer, _context(checkpoint))
+    windows = _cut(settings.text, ids, tokenizer, checkpoint.model_config.context)
     model = load_model(checkpoint, placement.device, placement.dtype)
     result = score(model, windows, progress, first=_first(settings.text))
     notes = checkpoint.notes + _bos_notes(model, tokenizer, windows, result, settings.text.bos)
@@ -179,7 +100,8 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport:
     tokenizer = Tokenizer.open(checkpoints[0].path)
     source, text = _read(settings.text)
     ids = tokenizer.encode(text)
-    windows = _cut(settings.text, ids, tokenizer, min(map(_context, checkpoints)))
+    context = min(checkpoint.model_config.context for checkpoint in checkpoints)
+    windows = _cut(settings.text, ids, tokenizer, context)
     notes = checkpoints[0].notes + checkpoints[1].notes + _tokenizer_notes(checkpoints[1], tokenizer, text, ids)
     reference, candidate = (load_model(checkpoint, placement.device, placement.dtype) for checkpoint in checkpoints)
     found = measure_divergence(reference, candidate, windows, progress, first=_first(settings.text))
@@ -223,10 +145,6 @@ def _cut(settings: TextSettings, ids: Sequence[int], tokenizer: Tokenizer, conte
 def _first(settings: TextSettings) -> int:
     """The first predicted position of a window: the same token with and without a BOS in front."""
     return 2 if settings.bos else 1
-
-
-def _context(checkpoint: Checkpoint) -> int:
-    return ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json")).context
 
 
 def _scored(settings: TextSettings, source: str, ids: Sequence[int], placement: Placement) -> Scored:

@@ -12,8 +12,7 @@ from typing import Any
 
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.errors import RequestError, UsageError
-from quantkit.models.config import ModelConfig
-from quantkit.progress import Progress
+from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.generator import Completion, Generator, Request, check
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
@@ -60,6 +59,22 @@ class GenerateReport:
         }
 
 
+def generate(
+    model: str | Path,
+    prompt: str | None = None,
+    *,
+    on_text: Callable[[str], bool] = lambda text: True,
+    progress: Progress | None = None,
+    **options: Any,
+) -> GenerateReport:
+    """Continue `prompt` with `model`. Options are the fields of `quantkit.settings.GenerateSettings`; see `run`.
+
+        report = quantkit.generate("models/llama", chat="What is gravity?", max_new_tokens=64)
+        print(report.completion.text)
+    """
+    return run(GenerateSettings(str(model), prompt, **options), progress or Tqdm(), on_text)
+
+
 def run(
     settings: GenerateSettings, progress: Progress, on_text: Callable[[str], bool] = lambda text: True
 ) -> GenerateReport:
@@ -87,7 +102,7 @@ def run(
         seed=settings.seed,
         stop_ids=frozenset() if settings.ignore_eos else tokenizer.eos_ids,
     )
-    check(request, ModelConfig.read(checkpoint.config, str(folder / "config.json")))
+    check(request, checkpoint.model_config)
     generator = Generator(load_model(checkpoint, placement.device, placement.dtype), tokenizer)
     generator.warm_up(request)
     load_seconds = time.perf_counter() - start
