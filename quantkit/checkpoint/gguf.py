@@ -18,8 +18,8 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from quantkit.checkpoint.gguf_header import DAMAGED, GgufHeader, Metadata, Record, read_header
-from quantkit.checkpoint.header import shown
+from quantkit.checkpoint.gguf_header import GgufHeader, Metadata, Record, read_header
+from quantkit.checkpoint.header import DAMAGED_HINT, shown
 from quantkit.checkpoint.regular import open_regular
 from quantkit.errors import CheckpointError
 
@@ -65,7 +65,7 @@ class GgufFile:
         self.tensors: dict[str, GgufTensor] = {}
         for record in header.records:
             if record.name in self.tensors:
-                raise CheckpointError(f"`{path}` has tensor {shown(record.name)} twice", hint=DAMAGED)
+                raise CheckpointError(f"`{path}` has tensor {shown(record.name)} twice", hint=DAMAGED_HINT)
             self.tensors[record.name] = _tensor(record, header.file_bytes, path, library)
         self._check_types()
 
@@ -106,11 +106,11 @@ class GgufFile:
             rows = min(rows_left, max(1, CHUNK_WEIGHTS // tensor.shape[-1]))
             data = self._file.read(rows * row_bytes)
             if len(data) != rows * row_bytes:
-                raise CheckpointError(f"`{self.path}` ends inside tensor {shown(tensor.name)}", hint=DAMAGED)
+                raise CheckpointError(f"`{self.path}` ends inside tensor {shown(tensor.name)}", hint=DAMAGED_HINT)
             weights = self._expand(np.frombuffer(data, np.uint8).reshape(rows, row_bytes), kind)
             if not torch.isfinite(weights).all():
                 where = f"tensor {shown(tensor.name)} of `{self.path}`"
-                raise CheckpointError(f"{where} holds values that are not finite", hint=DAMAGED)
+                raise CheckpointError(f"{where} holds values that are not finite", hint=DAMAGED_HINT)
             yield weights
             rows_left -= rows
 
@@ -166,11 +166,12 @@ def _tensor(record: Record, file_bytes: int, path: Path, library: ModuleType) ->
     if weights == 0 or record.dimensions[0] % block:
         dimensions = list(record.dimensions)
         raise CheckpointError(
-            f"{where} has dimensions {dimensions}, expected rows of whole {kind.name} blocks of {block}", hint=DAMAGED
+            f"{where} has dimensions {dimensions}, expected rows of whole {kind.name} blocks of {block}",
+            hint=DAMAGED_HINT,
         )
     size_bytes = weights // block * block_bytes
     if record.offset + size_bytes > file_bytes:
         raise CheckpointError(
-            f"{where} ends at byte {record.offset + size_bytes}, but the file has {file_bytes} bytes", hint=DAMAGED
+            f"{where} ends at byte {record.offset + size_bytes}, but the file has {file_bytes} bytes", hint=DAMAGED_HINT
         )
     return GgufTensor(record.name, record.dimensions[::-1], record.type_id, kind.name, record.offset, size_bytes)

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from quantkit.checkpoint.header import shown
+from quantkit.checkpoint.header import DAMAGED_HINT, shown
+from quantkit.checkpoint.regular import LFS_HINT, LFS_OPENING
 from quantkit.errors import CheckpointError
 
 Scalar = int | float | bool | str
@@ -30,8 +31,8 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 LEAST_ENTRY_BYTES = 8 + 4 + 1  # an empty key, a type and one byte of value
 LEAST_RECORD_BYTES = 8 + 4 + 8 + 4 + 8  # an empty name, a rank, one dimension, a type and an offset
 
-DAMAGED = "fetch this file again: it was cut short or damaged on its way"
 OUTDATED = "convert the model to GGUF again with a current tool"
+ORIGINAL = "start from the original Hugging Face checkpoint of this model"
 
 
 class Metadata(Mapping[str, Value]):
@@ -118,7 +119,7 @@ def read_header(file: BinaryIO, path: Path) -> GgufHeader:
     for _ in range(entry_count):
         key = fields.string("a metadata key")
         if key in values:
-            raise CheckpointError(f"`{path}` has metadata {shown(key)} twice", hint=DAMAGED)
+            raise CheckpointError(f"`{path}` has metadata {shown(key)} twice", hint=DAMAGED_HINT)
         values[key] = fields.value(f"metadata {shown(key)}")
     metadata = Metadata(values, path)
 
@@ -126,7 +127,10 @@ def read_header(file: BinaryIO, path: Path) -> GgufHeader:
     relative = [fields.record() for _ in range(record_count)]
     alignment = metadata.integer("general.alignment", 32)
     if alignment < 1 or alignment & (alignment - 1):
-        raise CheckpointError(f"`general.alignment` of `{path}` is {alignment}, expected a power of two", hint=DAMAGED)
+        raise CheckpointError(
+            f"`general.alignment` of `{path}` is {alignment}, expected a power of two",
+            hint=DAMAGED_HINT,
+        )
     start = -(-file.tell() // alignment) * alignment
     records = tuple(Record(item.name, item.dimensions, item.type_id, start + item.offset) for item in relative)
     return GgufHeader(metadata, records, fields.file_bytes)
@@ -135,9 +139,9 @@ def read_header(file: BinaryIO, path: Path) -> GgufHeader:
 def _check_magic(fields: "_Fields", path: Path) -> None:
     magic = fields.read(min(4, fields.file_bytes), "its magic")
     if magic != MAGIC:
-        pointer = magic == b"vers"  # `version https://git-lfs.github.com/spec/v1`
+        pointer = magic == LFS_OPENING[:4]
         found = "a git-LFS pointer, not the file it points to" if pointer else f"no GGUF file: it begins with {magic!r}"
-        hint = "run `git lfs install && git lfs pull` in that folder" if pointer else "the input is one `.gguf` file"
+        hint = LFS_HINT if pointer else "the input is one `.gguf` file"
         raise CheckpointError(f"`{path}` is {found}", hint=hint)
     version = fields.number("I")
     if version in VERSIONS:
@@ -156,14 +160,14 @@ class _Fields:
 
     def read(self, count: int, what: str) -> bytes:
         if count > self.file_bytes - self._file.tell():
-            raise CheckpointError(f"`{self._path}` ends inside {what}", hint=DAMAGED)
+            raise CheckpointError(f"`{self._path}` ends inside {what}", hint=DAMAGED_HINT)
         return self._file.read(count)
 
     def check_count(self, count: int, least_bytes: int, of: str) -> None:
         """Refuse a count that could not fit into the rest of the file."""
         left = self.file_bytes - self._file.tell()
         if count * least_bytes > left:
-            raise CheckpointError(f"`{self._path}` announces {count} {of}, but {left} bytes follow", hint=DAMAGED)
+            raise CheckpointError(f"`{self._path}` announces {count} {of}, but {left} bytes follow", hint=DAMAGED_HINT)
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.read(struct.calcsize("<" + code), "its header"))[0]
@@ -173,7 +177,7 @@ class _Fields:
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{what} of `{self._path}` is not UTF-8", hint=DAMAGED) from error
+            raise CheckpointError(f"{what} of `{self._path}` is not UTF-8", hint=DAMAGED_HINT) from error
 
     def value(self, what: str) -> Value:
         type_id = self.number("I")
@@ -197,7 +201,7 @@ class _Fields:
 
     def _code(self, type_id: int, what: str) -> str:
         if type_id not in SCALARS:
-            raise CheckpointError(f"{what} of `{self._path}` has unknown type number {type_id}", hint=DAMAGED)
+            raise CheckpointError(f"{what} of `{self._path}` has unknown type number {type_id}", hint=DAMAGED_HINT)
         return SCALARS[type_id]
 
     def record(self) -> Record:
@@ -206,6 +210,6 @@ class _Fields:
         rank = self.number("I")
         if not 1 <= rank <= MAX_DIMENSIONS:
             where = f"tensor {shown(name)} of `{self._path}`"
-            raise CheckpointError(f"{where} has {rank} dimensions, expected 1 to {MAX_DIMENSIONS}", hint=DAMAGED)
+            raise CheckpointError(f"{where} has {rank} dimensions, expected 1 to {MAX_DIMENSIONS}", hint=DAMAGED_HINT)
         dimensions = tuple(self.number("Q") for _ in range(rank))
         return Record(name, dimensions, self.number("I"), self.number("Q"))

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.gguf import GgufFile
-from quantkit.checkpoint.gguf_header import Metadata
+from quantkit.checkpoint.gguf_header import ORIGINAL, Metadata
 from quantkit.checkpoint.header import shown
 from quantkit.errors import CheckpointError, UnsupportedModel
-
-ORIGINAL = "start from the original Hugging Face checkpoint of this model"
+from quantkit.models.rope import Llama3Rope, Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,22 +224,12 @@ def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, An
     factor = divisors.max().item()
     if factor == divisors.min().item() == 1.0:
         return {}
-    if not torch.allclose(divisors, llama3_divisors(factor, theta, head_dim), rtol=1e-4, atol=0.0):
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    scaled = Llama3Rope(theta, head_dim, factor, low, high, int(LLAMA3["original_max_position_embeddings"]))
+    expected = Rope(theta, head_dim).frequencies(1) / scaled.frequencies(1)
+    if not torch.allclose(divisors, expected, rtol=1e-4, atol=0.0):
         raise UnsupportedModel(f"`{ROPE_DIVISORS}` of `{file.path}` is not the scaling of Llama 3.1", hint=ORIGINAL)
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
-
-
-def llama3_divisors(factor: float, theta: float, head_dim: int) -> torch.Tensor:
-    """float32 `[head_dim/2]`: what each rotary frequency is divided by.
-
-    Source: `apply_scaling` of the Llama 3.1 reference model. High frequencies stay, low ones are divided by `factor`;
-    between them the divisor's inverse follows the number of waves that fit into the original context.
-    """
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    waves = LLAMA3["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    kept = (waves - LLAMA3["low_freq_factor"]) / (LLAMA3["high_freq_factor"] - LLAMA3["low_freq_factor"])
-    kept = kept.clamp(0.0, 1.0)
-    return (1.0 / ((1.0 - kept) / factor + kept)).float()
 
 
 def _placements(family: Family, config: Mapping[str, Any]) -> Iterator[Placement]:

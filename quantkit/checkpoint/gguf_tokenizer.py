@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.checkpoint.gguf_header import Metadata
+from quantkit.checkpoint.gguf_header import ORIGINAL, Metadata
 from quantkit.checkpoint.gguf_vocabulary import (
     BYTE,
     NORMAL,
@@ -26,7 +26,6 @@ from quantkit.errors import UnsupportedModel
 Json = dict[str, Any]
 
 SPACE = "\u2581"  # how SentencePiece writes a space
-ORIGINAL = "start from the original Hugging Face checkpoint of this model"
 HF_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name → GGUF name
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.checkpoint.gguf_header import DAMAGED, Metadata
-from quantkit.checkpoint.header import shown
+from quantkit.checkpoint.gguf_header import Metadata
+from quantkit.checkpoint.header import DAMAGED_HINT, shown
 from quantkit.errors import CheckpointError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
@@ -61,4 +61,4 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> Vocabulary:
 
 def contradiction(message: str) -> CheckpointError:
     """Metadata that cannot all be true."""
-    return CheckpointError(f"metadata {message}", hint=DAMAGED)
+    return CheckpointError(f"metadata {message}", hint=DAMAGED_HINT)
