@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import FormatError
-from quantkit.formats.gptq import read_zeros
 from quantkit.formats.gptq_config import CHECKPOINT_FORMATS, WIDTHS, GptqSettings
+from quantkit.formats.gptq_zeros import read_zeros
 
 
 def infer(name: str, tensors: Mapping[str, Tensor]) -> GptqSettings:
