@@ -37,7 +37,7 @@ lint: setup  ## ruff on the tree, mypy on an installed copy (its finder does not
 bench: setup  ## speed of this machine's kernels as ratios in one run
 	$(BIN)/python docs/bench/kernels.py
 
-docs: setup  ## regenerate docs/reference from the command line, the settings and the errors
+docs: setup  ## regenerate docs/reference from the command line, the errors and the modules
 	$(BIN)/python docs/reference/generate.py
 
 clean:

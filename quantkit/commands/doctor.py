@@ -14,17 +14,18 @@ from quantkit import kernels
 from quantkit.errors import BackendError
 from quantkit.version import VERSION
 
-# Distribution → what stops working without it; None: nothing works without it.
-_PACKAGES: dict[str, str | None] = {
-    "torch": None,
-    "numpy": None,
-    "numba": None,
-    "safetensors": None,
-    "tokenizers": None,
-    "jinja2": None,
-    "typer": None,
-    "rich": None,
-    "tqdm": None,
+EVERYTHING = "everything"
+# Distribution → what stops working without it.
+PACKAGES = {
+    "torch": EVERYTHING,
+    "numpy": EVERYTHING,
+    "numba": EVERYTHING,
+    "safetensors": EVERYTHING,
+    "tokenizers": EVERYTHING,
+    "jinja2": EVERYTHING,
+    "typer": EVERYTHING,
+    "rich": EVERYTHING,
+    "tqdm": EVERYTHING,
     "datasets": "named calibration and evaluation data sets (local files work)",
     "huggingface_hub": "hub ids (local folders work)",
     "pyarrow": "calibration and evaluation text from .parquet",
@@ -33,7 +34,7 @@ _PACKAGES: dict[str, str | None] = {
     "matplotlib": "plots",
 }
 # Distributions that provide one import name under several names.
-_ALSO_KNOWN_AS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}
+ALSO_KNOWN_AS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class DoctorReport:
 
     @property
     def healthy(self) -> bool:
-        return all(package.version or package.needed_for != "everything" for package in self.packages)
+        return all(package.version or package.needed_for != EVERYTHING for package in self.packages)
 
     def rows(self) -> list[list[str]]:
         """Name, found, remark: for the console."""
@@ -101,20 +102,20 @@ def run() -> DoctorReport:
         backend=name,
         backend_reason=reason,
         cuda=_cuda(),
-        packages=tuple(_package(name, lost) for name, lost in _PACKAGES.items()),
+        packages=tuple(_package(name, needed_for) for name, needed_for in PACKAGES.items()),
     )
 
 
-def _package(name: str, lost: str | None) -> Package:
-    for distribution in _ALSO_KNOWN_AS.get(name, (name,)):
+def _package(name: str, needed_for: str) -> Package:
+    for distribution in ALSO_KNOWN_AS.get(name, (name,)):
         try:
             found = version(distribution)
         except PackageNotFoundError:
             continue
         # A distribution whose metadata is left but whose module is gone is as good as absent.
         if importlib.util.find_spec(name) is not None:
-            return Package(name, found, lost or "everything")
-    return Package(name, None, lost or "everything")
+            return Package(name, found, needed_for)
+    return Package(name, None, needed_for)
 
 
 def _cpu_features() -> tuple[str, ...]:
