@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from quantkit import kernels
-from quantkit.kernels.protocol import GptqWeight
+from quantkit.kernels import random_weights
 
 SIZE = 4096
 KINDS = [(4, 128), (4, 32), (3, 128), (2, 128), (8, 128)]
@@ -29,16 +29,6 @@ def best_ms(run: Callable[[], object], times: int) -> float:
     return min(seconds) * 1e3
 
 
-def some_weight(bits: int, group_size: int) -> GptqWeight:
-    random = torch.Generator().manual_seed(0)
-    groups = SIZE // group_size
-    codes = torch.randint(0, 1 << bits, (SIZE, SIZE), dtype=torch.uint8, generator=random)
-    scales = (torch.rand(groups, SIZE, generator=random) * 0.01).to(torch.float16)
-    zeros = torch.randint(0, 1 << bits, (groups, SIZE), dtype=torch.uint8, generator=random)
-    words = kernels.backend("cpu").pack(codes, bits)
-    return GptqWeight(words, scales, zeros, torch.arange(SIZE) // group_size, bits)
-
-
 def main() -> None:
     chosen, reference = kernels.backend("cpu"), kernels.backend("cpu", "reference")
     dense = torch.randn(SIZE, SIZE)
@@ -46,7 +36,7 @@ def main() -> None:
     say(f"{SIZE} x {SIZE}, {torch.get_num_threads()} threads, backend {chosen.name} ({chosen.reason})\n")
     say(f"{'weight':>14} {'rows':>5} {'ms':>9} {'of reading it':>14} {'of dense fp32':>14} {'of reference':>13}\n")
     for bits, group_size in KINDS:
-        weight = some_weight(bits, group_size)
+        weight = random_weights.gptq(SIZE, SIZE, bits, group_size)
         repacked, plain = chosen.gptq_repack(weight), reference.gptq_repack(weight)
         bytes_read = torch.ones(repacked.size_bytes // 4)
         reading = best_ms(bytes_read.sum, 10)

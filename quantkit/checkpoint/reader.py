@@ -86,7 +86,7 @@ class Checkpoint:
         if entry.dtype not in TORCH_DTYPES:
             raise CheckpointError(
                 f"tensor {shown(name)} in `{header.path}` is stored as {entry.dtype}, which is not supported",
-                hint="use a version of this model in bfloat16, float16 or float32",
+                hint=dense.HINT,
             )
         return TensorInfo(TORCH_DTYPES[entry.dtype], entry.shape, header.path)
 

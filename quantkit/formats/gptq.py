@@ -190,7 +190,6 @@ class GptqCodec:
         self,
         *,
         damping: float = 0.01,
-        static_groups: bool = False,
         true_sequential: bool = True,
         quantized_names: Sequence[Sequence[str]] | None = None,
         dynamic: Mapping[str, Mapping[str, Any]] | None = None,
@@ -199,7 +198,6 @@ class GptqCodec:
         return gptq_config.write(
             self.settings,
             damping=damping,
-            static_groups=static_groups,
             true_sequential=true_sequential,
             quantized_names=quantized_names,
             dynamic=dynamic,

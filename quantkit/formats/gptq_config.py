@@ -87,7 +87,6 @@ def write(
     *,
     damping: float = 0.01,
     true_sequential: bool = True,
-    static_groups: bool = False,
     quantized_names: Sequence[Sequence[str]] | None = None,
     dynamic: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
@@ -108,7 +107,7 @@ def write(
         "pack_dtype": "int32",
         "lm_head": False,
         "true_sequential": true_sequential,
-        "static_groups": static_groups,
+        "static_groups": False,
         "damp_percent": damping,
         "meta": {"quantizer": [f"quantkit:{VERSION}"]},
     }
