@@ -212,6 +212,3 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**" or size * times > MAX_OUTPUT_CHARS:
             raise jinja2.exceptions.SecurityError(f"`{operator}` is not allowed here")
         return super().call_binop(context, operator, left, right)
-
-
-__all__ = ["ChatTemplate", "Message", "find_template", "read_json"]
