@@ -31,7 +31,7 @@ proof: setup peers  ## slow end-to-end proofs: the real model, the peers
 
 lint: setup  ## ruff on the tree, mypy on an installed copy (its finder does not follow package-dir)
 	$(BIN)/ruff check .
-	rm -rf build/types && $(BIN)/python -m pip install --quiet --no-deps --target build/types .
+	rm -rf build && $(BIN)/python -m pip install --quiet --no-deps --target build/types .
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --python-executable ../../$(BIN)/python
 
 bench: setup  ## speed of this machine's kernels as ratios in one run
