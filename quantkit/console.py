@@ -3,56 +3,99 @@
 Words and progress go to stderr, results to stdout. With `--json` stdout carries one JSON object and nothing else.
 """
 
+import io
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from quantkit.errors import QuantkitError
 from quantkit.progress import Task
 
+
+class _Narration(Console):
+    """stderr. Words that nobody reads any more are no reason to give up the work."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 out = Console(highlight=False, soft_wrap=False)
-err = Console(stderr=True, highlight=False, soft_wrap=False)
+err = _Narration(stderr=True, highlight=False, soft_wrap=False)
+
+
+def prepare_streams() -> None:
+    """Makes stdout and stderr fit for any text: one that is closed leads nowhere, what an encoding lacks is escaped."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def print_json(value: dict[str, Any]) -> None:
     """The machine-readable result: one object on stdout. Raises ValueError on NaN rather than write invalid JSON."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
-    sys.stdout.flush()
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        line.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # a terminal without these letters, or a path that is no UTF-8
+        line = json.dumps(value, allow_nan=False)
+    print_text(line)
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """A result for people, on stdout. The first column is text, the others are right-aligned figures."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
-        table.add_row(*row)
-    out.print(table)
+        table.add_row(*map(Text, row))  # as it is: brackets in a path are no markup
+    with _written():
+        out.print(table)
 
 
 def print_text(text: str, *, end: str = "\n") -> None:
-    """Plain result text on stdout, as it is."""
-    sys.stdout.write(text + end)
-    sys.stdout.flush()
+    """Plain result text on stdout, as it is. Raises QuantkitError where it cannot be written."""
+    with _written():
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+
+
+@contextmanager
+def _written() -> Iterator[None]:
+    """A full disk behind stdout has words; a reader that went away is left to the command line."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise QuantkitError(
+            f"the result cannot be written to stdout: {error.strerror}", hint="send it to a disk with space"
+        ) from error
 
 
 def print_error(message: str, hint: str | None) -> None:
-    """`error:` and `hint:` on stderr, unwrapped so that both can be pasted."""
-    sys.stderr.write(f"error: {message}\n")
-    if hint:
-        sys.stderr.write(f"hint: {hint}\n")
-    sys.stderr.flush()
+    """`error:` and `hint:` on stderr, a line each so that both can be pasted. Where that cannot be written the exit
+    code has to do."""
+    lines = [f"error: {message}", *([f"hint: {hint}"] if hint else [])]
+    with suppress(OSError):
+        sys.stderr.write("".join(" ".join(line.splitlines()) + "\n" for line in lines))
+        sys.stderr.flush()
 
 
 def say(line: str) -> None:
     """One line of narration on stderr, left whole: what is wrapped cannot be pasted or searched."""
-    err.print(line, markup=False, soft_wrap=True)
+    with suppress(OSError):
+        err.print(line, markup=False, soft_wrap=True)
 
 
 class _Bar:

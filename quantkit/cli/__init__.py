@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 INTERRUPTED = 130
@@ -10,7 +11,15 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line and exit with the code of `quantkit.errors` (0, 2, 3, 10 to 16, 130, 1)."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        from quantkit.console import prepare_streams
+
+        prepare_streams()
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # while modules are imported
+        sys.stderr.write("error: interrupted\n")
+        code = INTERRUPTED
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -49,13 +58,30 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted", None)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): not an error of ours, and nothing can be said any more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output went away (`| head`), for which Rich and Typer leave at once: nothing more to say,
+        # but what was asked for is not complete.
+        _let_go_of_stdout()
+        return 1
     except Exception as error:
         if debug:
             traceback.print_exc()
         hint = "this is a bug: run again with `--debug` and report the traceback"
+        if isinstance(error, OSError):
+            hint = f"look after the disk, the file or the memory that refused; else {hint}"
+        if _lacks_memory(error):
+            hint = f"use less of it: fewer or shorter rows, a smaller model, or another machine; else {hint}"
         print_error(f"{type(error).__name__}: {error}", hint)
         return 1
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Torch has no class of its own for a CPU whose memory is used up."""
+    text = str(error)
+    return isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text
+
+
+def _let_go_of_stdout() -> None:
+    """What is still buffered goes nowhere, and without a complaint when the process ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

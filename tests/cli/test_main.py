@@ -54,3 +54,43 @@ def test_interrupt_exits_with_130() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "error: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        ("MemoryError('no room')", 1, "use less of it"),
+        ("RuntimeError('DefaultCPUAllocator: can\\'t allocate memory')", 1, "use less of it"),
+        ("OSError(5, 'Input/output error', 'a')", 1, "look after the disk"),
+        ("ValueError('two\\nlines')", 1, "error: ValueError: two lines\nhint: this is a bug"),
+        ("SystemExit(1)", 1, ""),
+        ("BrokenPipeError()", 1, ""),
+    ],
+)
+def test_whatever_else_happens_has_a_code_and_a_hint(error: str, code: int, words: str) -> None:
+    program = (
+        "import sys\nfrom quantkit import cli\nimport quantkit.cli.app as app\n"
+        f"def fail(*arguments, **options): raise {error}\n"
+        "app.app = fail\nsys.exit(cli.run(['doctor']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") == bool(words)
+
+
+def test_a_reader_that_goes_away_leaves_no_words() -> None:
+    command = f"{sys.executable} -m quantkit --help | head -0; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_interrupt_while_modules_are_imported() -> None:
+    program = (
+        "import sys\nfrom quantkit import cli\n"
+        "def interrupted(arguments): raise KeyboardInterrupt\n"
+        "cli.run = interrupted\ncli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
