@@ -59,10 +59,11 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise _absent(folder)
-        with open_regular(file) as (descriptor, _):
-            refuse_pointer(file, read_at(descriptor, 64, 0))
+        with open_regular(file) as (descriptor, status):
+            raw = bytes(read_at(descriptor, status.st_size, 0))
+        refuse_pointer(file, raw)
         try:
-            library = tokenizers.Tokenizer.from_file(str(file))
+            library = tokenizers.Tokenizer.from_buffer(raw)  # not from its path, which need not be UTF-8
         except Exception as error:  # the library raises bare Exception for anything it cannot parse
             raise CheckpointError(f"`{file}` cannot be read: {error}", hint="fetch this file again") from error
         if library.get_vocab_size(with_added_tokens=True) == 0:

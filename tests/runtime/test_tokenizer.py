@@ -229,6 +229,15 @@ def test_missing_and_damaged_tokenizers(tmp_path):
     assert "git lfs pull" in caught.value.hint
 
 
+def test_a_folder_may_have_any_name(tmp_path):
+    folder = tmp_path / "n\udcff \u4f60"
+    folder.mkdir()
+    tiny.write_tokenizer(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).rename(folder / name)
+    assert Tokenizer.open(folder).decode(Tokenizer.open(folder).encode("in the end")) == "in the end"
+
+
 def test_half_a_surrogate_pair_is_refused(folder):
     with pytest.raises(RequestError, match="not valid Unicode"):
         Tokenizer.open(folder).encode("a\ud83d")
