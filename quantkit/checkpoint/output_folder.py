@@ -26,10 +26,14 @@ class OutputFolder:
 
     source     the folder that is being read, which must stay as it is: neither may be inside the other
     overwrite  `path` may be a folder with files
+    Raises CheckpointError for the root of the file system, which has no neighbours.
     """
 
     def __init__(self, path: Path, *, source: Path | None, overwrite: bool) -> None:
-        self.path = Path(os.path.realpath(path.expanduser()))
+        # Not Path.expanduser, which fails for a user who does not exist.
+        self.path = Path(os.path.realpath(os.path.expanduser(path)))  # noqa: PTH111
+        if not self.path.name:
+            raise CheckpointError(f"`{self.path}` cannot be an output folder", hint="choose a folder in it with `-o`")
         self.working = self.path.with_name(f".{self.path.name}.partial")
         self._replaced = self.path.with_name(f".{self.path.name}.replaced")
         self._source = source

@@ -51,7 +51,7 @@ def open_checkpoint(path: str | Path, *, offline: bool = False) -> "Checkpoint":
     Every header is validated here; no tensor is read. `offline` takes hub models from the local cache only.
     Raises CheckpointError, naming file and tensor, for anything that cannot be read.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser fails for a user who does not exist
     if not os.path.lexists(folder):
         folder = hub.fetch(str(path), offline=offline)
     if not folder.is_dir():

@@ -146,3 +146,14 @@ def test_the_new_folder_has_the_usual_permissions(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+
+
+def test_the_root_of_all_folders_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="`/` cannot be an output folder") as caught:
+        OutputFolder(Path("/"), source=None, overwrite=True)
+    assert caught.value.hint
+
+
+def test_the_home_of_nobody_is_a_name_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert OutputFolder(Path("~no such user/out"), source=None, overwrite=False).path == tmp_path / "~no such user/out"

@@ -333,7 +333,7 @@ def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     assert "convert gguf-to-hf" in str(refusal(tmp_path / "m.gguf").hint)
 
 
-@pytest.mark.parametrize("path", ["no/such/folder", "/no/such", "missing", "../missing", "a\0b", "org/na me", "-x/y"])
+@pytest.mark.parametrize("path", ["~no such user/model", "no/such/folder", "/no/such", "missing", "../missing", "a\0b", "org/na me", "-x/y"])
 def test_what_is_neither_a_path_nor_an_id(path: str) -> None:
     assert refusal(path).message == f"`{path}` does not exist"
 
