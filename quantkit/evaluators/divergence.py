@@ -51,23 +51,27 @@ def compare(
     Raises CheckpointError when the text uses ids that one of them lacks, GateError when logits are not finite.
     """
     vocab, notes = common_vocabulary(reference, candidate, windows)
-    parts: list[tuple[Tensor, ...]] = []
+    # Filled in place: small results kept between large pieces would keep the allocator from using the gaps again.
+    scores = torch.empty(4, len(windows), windows.shape[1] - first, dtype=torch.float64)
+    done = 0
     with (progress or Silent()).task("compare", total=len(windows)) as task:
         for ids in batches(windows):
-            pieces = [
-                _compare_piece(left[..., :vocab], right[..., :vocab], targets)
-                for (left, right), targets in predictions([reference, candidate], ids, first)
-            ]
-            parts.append(tuple(torch.cat(kind, dim=1) for kind in zip(*pieces, strict=True)))
-            task.advance(len(ids), note=f"KL {float(torch.cat([kl for kl, *_ in parts]).mean()):.5f}")
-    divergence, agrees, loss_reference, loss_candidate = (torch.cat(kind) for kind in zip(*parts, strict=True))
+            start = 0
+            for (left, right), targets in predictions([reference, candidate], ids, first):
+                end = start + targets.shape[1]
+                piece = _compare_piece(left[..., :vocab], right[..., :vocab], targets)
+                scores[:, done : done + len(ids), start:end] = piece
+                start = end
+            done += len(ids)
+            task.advance(len(ids), note=f"KL {float(scores[0, :done].mean()):.5f}")
+    divergence, agrees, loss_reference, loss_candidate = scores
     p90, p99 = np.percentile(divergence.numpy(), [90, 99]).tolist()
     return Divergence(
         kl_mean=float(divergence.mean()),
         kl_ci95=bootstrap_interval(divergence),
         kl_p90=p90,
         kl_p99=p99,
-        top1_agreement=float(agrees.double().mean()),
+        top1_agreement=float(agrees.mean()),
         reference=Perplexity.of(loss_reference),
         candidate=Perplexity.of(loss_candidate),
         notes=notes,
@@ -104,12 +108,12 @@ def bootstrap_interval(values: Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _compare_piece(reference: Tensor, candidate: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits `[b, c, vocab]` of both → KL, agreement and the negative log-likelihoods of both, each `[b, c]`."""
+def _compare_piece(reference: Tensor, candidate: Tensor, targets: Tensor) -> Tensor:
+    """Logits `[b, c, vocab]` of both → KL, agreement (0 or 1) and the negative log-likelihoods of both, `[4, b, c]`."""
     left = reference.double().log_softmax(-1)
     right = candidate.to(reference.device).double().log_softmax(-1)
     divergence = (left.exp() * (left - right)).sum(-1)
-    agrees = left.argmax(-1) == right.argmax(-1)
+    agrees = (left.argmax(-1) == right.argmax(-1)).double()
     chosen = targets.to(reference.device)[..., None]
-    loss_reference, loss_candidate = (-likely.gather(-1, chosen)[..., 0] for likely in (left, right))
-    return divergence.cpu(), agrees.cpu(), loss_reference.cpu(), loss_candidate.cpu()
+    losses = [-likely.gather(-1, chosen)[..., 0] for likely in (left, right)]
+    return torch.stack([divergence, agrees, *losses]).cpu()

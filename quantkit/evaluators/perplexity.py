@@ -97,15 +97,19 @@ def score(model: Model, windows: Tensor, progress: Progress | None = None, *, fi
 
     Raises GateError when logits are not finite.
     """
-    losses: list[Tensor] = []
+    # Filled in place: small results kept between large pieces would keep the allocator from using the gaps again.
+    losses = torch.empty(len(windows), windows.shape[1] - first, dtype=torch.float64)
+    done = 0
     with (progress or Silent()).task("perplexity", total=len(windows)) as task:
         for ids in batches(windows):
-            pieces = [
-                negative_log_likelihood(logits, targets) for (logits,), targets in predictions([model], ids, first)
-            ]
-            losses.append(torch.cat(pieces, dim=1))
-            task.advance(len(ids), note=f"perplexity {Perplexity.of(torch.cat(losses)).perplexity:.4f}")
-    return Perplexity.of(torch.cat(losses))
+            start = 0
+            for (logits,), targets in predictions([model], ids, first):
+                end = start + targets.shape[1]
+                losses[done : done + len(ids), start:end] = negative_log_likelihood(logits, targets)
+                start = end
+            done += len(ids)
+            task.advance(len(ids), note=f"perplexity {Perplexity.of(losses[:done]).perplexity:.4f}")
+    return Perplexity.of(losses)
 
 
 def batches(windows: Tensor) -> Iterator[Tensor]:
