@@ -1,10 +1,10 @@
 """MixPlan: which mix of widths each linear of an EXL2 model gets; a JSON file that a person may edit.
 
 `plan_mixes(measurement, 4.0, head_bits=6)` chooses; `MixPlan.load(path)` takes whatever the file says, which is then
-held to the model when it is used. A linear that is not listed stays dense.
+held to the model when it is used: each linear is listed, with a mix or with a reason to stay dense.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from quantkit.allocation import Allocation, Option, allocate
 from quantkit.errors import FormatError, PlanError, UsageError
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.measurement import Measurement, load_json, save_json
+from quantkit.models.architecture import LinearSpec
+from quantkit.plan import Plan, PlannedLinear
 
 KIND, VERSION = "quantkit plan", 1
 DENSE_HEAD_BITS = 16
@@ -38,6 +40,41 @@ class MixPlan:
 
     def save(self, path: Path) -> None:
         save_json(path, {"kind": KIND, "version": VERSION, **asdict(self)})
+
+    def require(self, fingerprint: str, model: str) -> None:
+        """PlanError unless this was planned for the model of that fingerprint."""
+        if fingerprint != self.model:
+            raise PlanError(
+                f"the plan is for another model than `{model}`: fingerprint {self.model[:12]}, "
+                f"expected {fingerprint[:12]}",
+                hint=f"measure this one and plan again: `quantkit measure {model} -o measurement.json`",
+            )
+
+    def layouts(self, specs: Iterable[LinearSpec], head: LinearSpec, stored_bits: Mapping[str, int]) -> Plan:
+        """The plan of a model with these linears. `stored_bits` are those of each as the source has it.
+
+        Raises PlanError unless it speaks of all these linears and no other, and each mix fits its linear.
+        """
+        own = [spec for spec in specs if spec.quantizable]
+        names = {spec.name for spec in own}
+        for name in (*self.linears, *self.dense):
+            if name not in names:
+                raise PlanError(f"the plan names `{name}`, which is no linear of this model", hint="plan again")
+        return Plan(
+            tuple(self._planned(spec, stored_bits[spec.name]) for spec in own),
+            None if self.head_bits == DENSE_HEAD_BITS else _planned(head, exl2_mix.HEAD[self.head_bits]),
+        )
+
+    def _planned(self, spec: LinearSpec, stored_bits: int) -> PlannedLinear:
+        if (spec.name in self.linears) == (spec.name in self.dense):
+            what = "both" if spec.name in self.dense else "neither"
+            raise PlanError(
+                f"the plan has `{spec.name}` under {what} of `linears` and `dense`", hint="put it under one of them"
+            )
+        if spec.name in self.linears:
+            return _planned(spec, self.linears[spec.name])
+        reason = self.dense[spec.name]
+        return PlannedLinear(spec.name, spec.in_features, spec.out_features, None, stored_bits, reason)
 
     @classmethod
     def load(cls, path: Path) -> "MixPlan":
@@ -106,6 +143,17 @@ def require_head_bits(head_bits: int) -> None:
         raise UsageError(
             f"a head of {head_bits} bits cannot be written", hint="use `--head-bits` 2, 3, 4, 5, 6, 8, or 16 for dense"
         )
+
+
+def _planned(spec: LinearSpec, mix: str) -> PlannedLinear:
+    try:
+        layout = exl2_layout.mixed(spec.in_features, exl2_mix.read(mix))
+    except FormatError as error:
+        raise PlanError(
+            f"`{spec.name}` cannot get `{mix}`: {error.message}", hint="move it to `dense` with a reason"
+        ) from error
+    bits = exl2_layout.stored_bits(layout, spec.out_features, spec.bias)
+    return PlannedLinear(spec.name, spec.in_features, spec.out_features, layout, bits)
 
 
 def _require_mix(name: str, mix: str) -> None:

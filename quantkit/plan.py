@@ -15,7 +15,10 @@ from quantkit.models.architecture import LinearSpec
 
 @dataclass(frozen=True, slots=True)
 class PlannedLinear:
-    """One linear: the layout it gets, or, where `layout` is None, why it stays dense."""
+    """One linear: the layout it gets, or, where `layout` is None, why it stays dense.
+
+    short_group  rows of the last group and of the others, where the last is shorter and that is out of the ordinary
+    """
 
     name: str
     in_features: int
@@ -23,18 +26,11 @@ class PlannedLinear:
     layout: Layout | None
     stored_bits: int
     dense_because: str | None = None
+    short_group: tuple[int, int] | None = None
 
     @property
     def weights(self) -> int:
         return self.in_features * self.out_features
-
-    @property
-    def short_group(self) -> tuple[int, int] | None:
-        """Rows of the last group and of the others, when the last is shorter."""
-        if self.layout is None:
-            return None
-        first, last = self.layout.groups[0].rows, self.layout.groups[-1].rows
-        return (last, first) if last < first else None
 
     @property
     def kind(self) -> str:
@@ -51,9 +47,16 @@ def kind_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every linear of the blocks, in the order of the model."""
+    """Every linear of the blocks, in the order of the model; and the head where that is quantized too, which no sum
+    below counts."""
 
     linears: tuple[PlannedLinear, ...]
+    head: PlannedLinear | None = None
+
+    @property
+    def work(self) -> tuple[PlannedLinear, ...]:
+        """All that is to be solved, the head last."""
+        return self.quantized if self.head is None else (*self.quantized, self.head)
 
     def by_name(self) -> dict[str, PlannedLinear]:
         return {linear.name: linear for linear in self.linears}
@@ -116,15 +119,17 @@ class Plan:
 
     def check_done(self, done: Iterable[str]) -> None:
         """GateError unless exactly the planned linears were quantized."""
-        planned, names = {linear.name for linear in self.quantized}, set(done)
+        planned, names = {linear.name for linear in self.work}, set(done)
         for name in sorted(planned - names):
             raise GateError(f"`{name}` was planned but not quantized ({len(planned - names)} such linears)")
         for name in sorted(names - planned):
             raise GateError(f"`{name}` was quantized but not planned ({len(names - planned)} such linears)")
 
     def as_json(self) -> dict[str, Any]:
+        head = self.head
         return {
             "bits_per_weight": self.bits_per_weight,
+            "head_bits_per_weight": None if head is None else head.stored_bits / head.weights,
             "quantized": len(self.quantized),
             "dense": [{"name": linear.name, "reason": linear.dense_because} for linear in self.dense],
             "short_groups": [
@@ -146,6 +151,8 @@ def uniform(specs: Iterable[LinearSpec], codec: Codec, stored_bits: Mapping[str,
         refusal = codec.refusal(rows, columns)
         if refusal is not None:
             return PlannedLinear(name, rows, columns, None, stored_bits[name], refusal)
-        return PlannedLinear(name, rows, columns, codec.layout(rows), codec.stored_bits(rows, columns, spec.bias))
+        layout, bits = codec.layout(rows), codec.stored_bits(rows, columns, spec.bias)
+        first, last = layout.groups[0].rows, layout.groups[-1].rows
+        return PlannedLinear(name, rows, columns, layout, bits, short_group=(last, first) if last < first else None)
 
     return Plan(tuple(planned(spec) for spec in specs if spec.quantizable))

@@ -24,6 +24,25 @@ class QuantizeSettings:
     overwrite: bool = False
     strict: bool = False
     evaluate: bool = True
+    bpw: float | None = None
+    head_bits: int = 6
+    include_head: bool = False
+    measurement: Path | None = None
+    plan: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureSettings:
+    """`quantkit measure MODEL -o OUT`: what each EXL2 layout of each linear would do to the model."""
+
+    model: str
+    out: Path
+    calibration: str = "bundled"
+    samples: int = 128
+    length: int = 512
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ LAYERS = [
 SIDEWAYS = {
     ("settings", "errors"),
     ("job", "plan"),  # a job stores its plan
+    ("mix_plan", "plan"),  # mixes become layouts
 }
 # Settings stop at the commands.
 SETTINGS_READERS = {"commands", "cli"}

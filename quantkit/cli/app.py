@@ -6,6 +6,7 @@ from quantkit.cli.convert import convert
 from quantkit.cli.doctor import doctor
 from quantkit.cli.evaluate import evaluate
 from quantkit.cli.generate import generate
+from quantkit.cli.measure import measure
 from quantkit.cli.plan import plan
 from quantkit.cli.quantize import quantize
 from quantkit.version import VERSION
@@ -34,6 +35,7 @@ def _root(
 
 
 app.command()(quantize)
+app.command()(measure)
 app.command()(plan)
 app.add_typer(convert, name="convert")
 app.add_typer(evaluate, name="eval")

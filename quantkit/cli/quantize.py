@@ -11,18 +11,32 @@ from quantkit.settings import QuantizeSettings
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder of a Hugging Face model, or a hub id.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it appears when it is complete.")],
-    format: Annotated[str, typer.Option("--format", help="Format of the result: gptq.")] = "gptq",
-    bits: Annotated[int, typer.Option("--bits", help="Width of a code: 2, 3, 4 or 8.")] = 4,
+    format: Annotated[str, typer.Option("--format", help="Format of the result: gptq or exl2.")] = "gptq",
+    bits: Annotated[int, typer.Option("--bits", help="GPTQ: width of a code: 2, 3, 4 or 8.")] = 4,
     group_size: Annotated[
         int,
-        typer.Option("--group-size", help="Input rows that share a scale, -1 for all; fewer are better, and bigger."),
+        typer.Option("--group-size", help="GPTQ: input rows that share a scale, -1 for all; fewer are better, bigger."),
     ] = 128,
     sym: Annotated[
-        bool, typer.Option("--sym/--asym", help="Zero point in the middle, as all readers like, or free.")
+        bool, typer.Option("--sym/--asym", help="GPTQ: zero point in the middle, as all readers like, or free.")
     ] = True,
     act_order: Annotated[
-        bool, typer.Option("--act-order", help="Groups of inputs alike in activation: better, slower to run.")
+        bool, typer.Option("--act-order", help="GPTQ: groups of inputs alike in activation: better, slower to run.")
     ] = False,
+    bpw: Annotated[
+        float | None,
+        typer.Option("--bpw", help="EXL2: bits for each weight of the blocks' linears, all side data included."),
+    ] = None,
+    head_bits: Annotated[
+        int, typer.Option("--head-bits", help="EXL2: width of the head: 2, 3, 4, 5, 6, 8, or 16 to leave it as it is.")
+    ] = 6,
+    include_head: Annotated[bool, typer.Option("--include-head", help="EXL2: count the head in `--bpw`.")] = False,
+    measurement: Annotated[
+        Path | None, typer.Option("--measurement", help="EXL2: what `quantkit measure` wrote; else it is made first.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="EXL2: what `quantkit plan` wrote, in place of `--bpw`.")
+    ] = None,
     calibration: Annotated[
         str,
         typer.Option("--calibration", help="bundled, a FILE (.parquet, .jsonl or plain text), or a dataset's name."),
@@ -32,7 +46,7 @@ def quantize(
     ] = 128,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens in a row.")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="Chooses the rows; the same seed gives the same bytes.")] = 0,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output folder when done.")] = False,
     strict: Annotated[
@@ -41,7 +55,7 @@ def quantize(
     no_eval: Annotated[bool, typer.Option("--no-eval", help="Skip perplexity, KL and the sample at the end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Quantize MODEL to GPTQ against calibration text, read the result back and measure the damage."""
+    """Quantize MODEL to GPTQ or EXL2 against calibration text, read the result back and measure the damage."""
     settings = QuantizeSettings(
         model=model,
         out=out,
@@ -50,6 +64,11 @@ def quantize(
         group_size=group_size,
         sym=sym,
         act_order=act_order,
+        bpw=bpw,
+        head_bits=head_bits,
+        include_head=include_head,
+        measurement=measurement,
+        plan=plan,
         calibration=calibration,
         samples=samples,
         length=length,

@@ -6,10 +6,7 @@ compared with what was solved before it takes its place, and measured against th
 """
 
 import re
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +14,33 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration import text
-from quantkit.calibration.stream import ActivationStream
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.commands.quantize_block import solve_block
-from quantkit.commands.quantize_job import QuantizeJob, choose_codec, choose_placement, prepare, require_finite
+from quantkit.commands.embedded import embedded
+from quantkit.commands.quantize_block import SolvedLinear, solve_block, solve_head
+from quantkit.commands.quantize_exl2 import check_format, choose_recipe
+from quantkit.commands.quantize_job import (
+    QuantizeJob,
+    Subject,
+    choose_placement,
+    open_subject,
+    prepare,
+    require_finite,
+)
 from quantkit.commands.quantize_report import Calibration, Cost, Damage, LinearResult, QuantizeReport
 from quantkit.errors import RequestError
 from quantkit.evaluators import divergence
 from quantkit.formats.dense import DenseTensor
 from quantkit.models.architecture import HEAD
-from quantkit.models.transformer import Model, Rotary, load_block, load_embedding
-from quantkit.plan import Plan, kind_of
+from quantkit.models.transformer import Model, Rotary, load_block, load_head
+from quantkit.plan import kind_of
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.generator import Generator, Request
 from quantkit.runtime.load import load
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import QuantizeSettings
 
-BATCH_TOKENS = 2048
-"""Calibration tokens that go through a block together."""
 EVALUATION_WINDOWS, EVALUATION_LENGTH = 8, 512
 SAMPLE_PROMPT, SAMPLE_TOKENS = "What is gravity? Answer in two sentences.", 64
 
@@ -56,26 +59,30 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
     Only a GateError of the measurement at the end comes when the result is complete; it stays.
     """
     start = time.monotonic(), time.process_time()
-    codec, placement = choose_codec(settings), choose_placement(settings)
+    check_format(settings)
+    placement = choose_placement(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model)
     with CheckpointWriter(settings.out, source=checkpoint.path, overwrite=settings.overwrite) as writer:
-        job = prepare(settings, checkpoint, codec, placement)
+        subject = open_subject(checkpoint, settings, placement)
+        folder = settings.out.expanduser().absolute().with_name(f".{settings.out.name}.activations")
+        recipe = choose_recipe(settings, subject, folder, progress)
+        job = prepare(subject, recipe, settings.out, settings.strict)
         _announce(job, progress)
         require_finite(checkpoint, progress)
-        results, receipt = _quantize(job, writer, settings.out, progress)
+        results, receipt = _quantize(job, writer, folder, progress)
         job.plan.check_done(result.name for result in results)
         _pass_through(job, writer, receipt)
-        files = _finish(job, writer, receipt)
+        files = _finish(job, writer, receipt, settings.calibration)
     spent = _spent_since(start)
-    damage = _measure(job, settings.out, progress) if settings.evaluate else None
+    damage = _measure(subject, settings.out, progress) if settings.evaluate else None
     return QuantizeReport(
         out=settings.out,
-        format=codec.name,
-        settings={key: getattr(settings, key) for key in ("bits", "group_size", "sym", "act_order")},
+        format=recipe.name,
+        settings=recipe.settings(),
         backend=f"{placement.backend}: {placement.reason}",
         plan=job.plan,
         linears=tuple(results),
-        parameters=job.parameters,
+        parameters=subject.parameters,
         size_bytes=sum(file.stat().st_size for file in files if file.suffix == ".safetensors"),
         calibration=Calibration(
             source=settings.calibration,
@@ -91,37 +98,44 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
 
 
 def _announce(job: QuantizeJob, progress: Progress) -> None:
-    plan, (rows, length) = job.plan, job.rows.shape
+    plan, subject = job.plan, job.subject
     progress.say(
         f"{len(plan.quantized)} linears to {plan.bits_per_weight:.3f} bits per weight, {len(plan.dense)} stay dense"
     )
-    for remark in (*job.checkpoint.notes, *plan.remarks()):
+    for remark in (*subject.checkpoint.notes, *plan.remarks()):
         progress.say(f"note: {remark}")
-    progress.say(f"calibration: {rows} × {length} tokens, {job.placement.dtype_name} on {job.placement.device}")
+    rows, length = subject.rows.shape
+    placement = subject.placement
+    progress.say(f"calibration: {rows} × {length} tokens, {placement.dtype_name} on {placement.device}")
 
 
 @torch.inference_mode()
 def _quantize(
-    job: QuantizeJob, writer: CheckpointWriter, out: Path, progress: Progress
+    job: QuantizeJob, writer: CheckpointWriter, folder: Path, progress: Progress
 ) -> tuple[list[LinearResult], Receipt]:
     """The loop over blocks. Nothing of a block outlives it but its line of the report and its digests."""
     results: list[LinearResult] = []
     receipt = Receipt()
-    device, dtype = job.placement.device, job.placement.dtype
-    rotary = Rotary.at(job.config.ropes, torch.arange(job.rows.shape[1], device=device)[None])
-    with _stream(job, out) as stream, progress.task("quantize", total=len(job.plan.quantized)) as task:
-        for index in range(job.config.num_layers):
-            block = load_block(job.checkpoint, job.config, job.architecture, index, dtype, device)
+    subject, codecs = job.subject, job.codecs
+    source, device, dtype = subject.checkpoint, subject.placement.device, subject.placement.dtype
+    rotary = Rotary.at(subject.config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
+    with embedded(subject, folder) as stream, progress.task("quantize", total=len(job.plan.work)) as task:
+
+        def keep(solved: SolvedLinear, place: str) -> DenseTensor:
+            name, stored = solved.result.name, solved.stored
+            for suffix, tensor in stored.tensors().items():
+                _add(writer, receipt, f"{_module_on_disk(source, name)}.{suffix}", tensor)
+            receipt.add_weight(name, solved.weight)
+            results.append(solved.result)
+            task.advance(note=f"{place}, {kind_of(name)}, error {solved.result.error:.5f}")
+            return DenseTensor(stored.dequantize().T, stored.bias)
+
+        for index in range(subject.config.num_layers):
+            block = load_block(source, subject.config, subject.architecture, index, dtype, device)
             rounded: dict[str, DenseTensor] = {}
-            for solved in solve_block(block, stream, rotary, job.plan, job.codec):
-                name, stored = solved.result.name, solved.stored
-                for suffix, tensor in stored.tensors().items():
-                    _add(writer, receipt, f"{_module_on_disk(job.checkpoint, name)}.{suffix}", tensor)
-                receipt.add_weight(name, solved.weight)
-                rounded[name] = DenseTensor(stored.dequantize().T, stored.bias)
-                results.append(solved.result)
-                task.advance(note=f"block {index}, {kind_of(name)}, error {solved.result.error:.5f}")
-            if index + 1 == job.config.num_layers:
+            for solved in solve_block(block, stream, rotary, codecs):
+                rounded[solved.result.name] = keep(solved, f"block {index}")
+            if index + 1 == subject.config.num_layers and job.plan.head is None:
                 break
             for name, linear in block.linears.items():
                 linear.replace(rounded.get(name, linear.stored))
@@ -130,30 +144,10 @@ def _quantize(
                 return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next block is read
 
             stream.advance(run_block, f"block {index}")
+        if job.plan.head is not None:
+            head = load_head(source, subject.config, subject.architecture, dtype, device)
+            keep(solve_head(head, stream, codecs), "head")
     return results, receipt
-
-
-@contextmanager
-def _stream(job: QuantizeJob, out: Path) -> Iterator[ActivationStream]:
-    """The embedded text: in memory, or in a hidden folder beside `out` where it is large."""
-    device = job.placement.device
-    embedding = load_embedding(job.checkpoint, job.config, job.architecture, job.placement.dtype, device)
-    folder = None
-    if job.spills:
-        # The writer's lock keeps others out of this name; what a killed process left there is of no use.
-        folder = out.expanduser().absolute().with_name(f".{out.name}.activations")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-    try:
-        yield ActivationStream.start(
-            lambda ids: embedding(ids.to(device)),
-            job.rows,
-            batch_rows=max(1, BATCH_TOKENS // job.rows.shape[1]),
-            folder=folder,
-        )
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _add(writer: CheckpointWriter, receipt: Receipt, name: str, tensor: Tensor) -> None:
@@ -162,54 +156,47 @@ def _add(writer: CheckpointWriter, receipt: Receipt, name: str, tensor: Tensor) 
 
 
 def _module_on_disk(checkpoint: Checkpoint, linear: str) -> str:
-    """What the source calls a linear; its Hugging Face name where the source holds it in parts."""
+    """What the source calls a linear; its Hugging Face name where the source holds it in parts, or not at all, as a
+    tied head."""
+    if linear == HEAD and not checkpoint.has(f"{HEAD}.weight"):
+        return linear
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors_of(linear)}
     return modules.pop() if len(modules) == 1 else linear
 
 
 def _pass_through(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt) -> None:
     """Every other tensor as it is; a tied head, which some files hold a second time, only once."""
-    replaced = {name for linear in job.plan.quantized for name in job.checkpoint.tensors_of(linear.name)}
-    if job.config.tie_embeddings:
+    checkpoint = job.subject.checkpoint
+    replaced = {name for linear in job.plan.quantized for name in checkpoint.tensors_of(linear.name)}
+    if job.plan.head is not None or job.subject.config.tie_embeddings:
         replaced.add(f"{HEAD}.weight")
-    for name in job.checkpoint.names():
+    for name in checkpoint.names():
         if name not in replaced:
-            _add(writer, receipt, name, job.checkpoint.tensor(name))
+            _add(writer, receipt, name, checkpoint.tensor(name))
 
 
-def _finish(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt) -> list[Path]:
-    quantization = job.codec.config(true_sequential=False, dynamic=_rules(job.plan))
+def _finish(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, dataset: str) -> list[Path]:
+    checkpoint, (rows, length) = job.subject.checkpoint, job.subject.rows.shape
+    quantization = job.recipe.config(job.plan, rows, length, dataset)
     return writer.finish(
-        {**job.checkpoint.config, "quantization_config": quantization},
-        job.checkpoint.side_files(),
-        {"quantize_config.json": quantization},
+        {**checkpoint.config, "quantization_config": quantization},
+        checkpoint.side_files(),
+        job.recipe.side_json(quantization),
         check=lambda folder: receipt.check(open_checkpoint(folder)),
     )
 
 
-def _rules(plan: Plan) -> dict[str, dict[str, Any]]:
-    """`dynamic` rules for the linears that stay dense: one for each kind, or for each name where a kind is divided."""
-    divided = {linear.kind for linear in plan.quantized}
-    rules: dict[str, dict[str, Any]] = {}
-    for linear in plan.dense:
-        pattern = re.escape(linear.name)
-        if linear.kind not in divided:
-            pattern = re.sub(r"\d+(?=\\\.)", r"\\d+", pattern)
-        rules[f"-:^{pattern}$"] = {}
-    return rules
-
-
-def _measure(job: QuantizeJob, out: Path, progress: Progress) -> Damage:
+def _measure(subject: Subject, out: Path, progress: Progress) -> Damage:
     """The result against the original on bundled text that calibration never sees, and one greedy answer."""
-    length = min(EVALUATION_LENGTH, job.config.max_positions)
-    windows = text.held_back(job.tokenizer, length, EVALUATION_WINDOWS)
-    device = job.placement.device
-    reference = Model.stream(job.checkpoint, job.config, job.architecture, torch.float32, device)
+    length = min(EVALUATION_LENGTH, subject.config.max_positions)
+    windows = text.held_back(subject.tokenizer, length, EVALUATION_WINDOWS)
+    device = subject.placement.device
+    reference = Model.stream(subject.checkpoint, subject.config, subject.architecture, torch.float32, device)
     candidate = load(out, device, torch.float32)
     found = divergence.compare(reference, candidate, windows, progress)
-    prompt = _sample_prompt(job.tokenizer)
-    room = min(SAMPLE_TOKENS, job.config.max_positions - len(prompt))
-    request = Request(prompt, room, stop_ids=job.tokenizer.eos_ids)
+    prompt = _sample_prompt(subject.tokenizer)
+    room = min(SAMPLE_TOKENS, subject.config.max_positions - len(prompt))
+    request = Request(prompt, room, stop_ids=subject.tokenizer.eos_ids)
     return Damage(
         windows=len(windows),
         tokens=found.reference.tokens,
@@ -219,7 +206,7 @@ def _measure(job: QuantizeJob, out: Path, progress: Progress) -> Damage:
         kl_ci95=found.kl_ci95,
         top1_agreement=found.top1_agreement,
         prompt=SAMPLE_PROMPT,
-        answer=Generator(candidate, job.tokenizer).run(request).text if room > 0 else "",
+        answer=Generator(candidate, subject.tokenizer).run(request).text if room > 0 else "",
     )
 
 

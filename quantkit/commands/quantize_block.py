@@ -7,7 +7,7 @@ that saw too few tokens for a Hessian of its own is solved with that of all expe
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ from quantkit.formats.codec import Codec, StoredTensor
 from quantkit.models.architecture import Stage
 from quantkit.models.fan import Activations
 from quantkit.models.linear import Linear
-from quantkit.models.transformer import Block, Rotary
-from quantkit.plan import Plan, kind_of
+from quantkit.models.transformer import Block, Head, Rotary
+from quantkit.plan import kind_of
 from quantkit.solver.gptq import solve_together
 from quantkit.solver.inverse import DAMPING, Factor, factor
 
@@ -41,15 +41,51 @@ class SolvedLinear:
     result: LinearResult
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadyStage:
+    """Linears that read one input, and what a solver needs to know of it.
+
+    factor    of their Hessian; None where no token reached them
+    tokens    calibration tokens that did
+    fallback  what the Hessian is, if not their own, in words
+    """
+
+    names: tuple[str, ...]
+    factor: Factor | None
+    tokens: int
+    fallback: str | None = None
+
+
 def solve_block(
-    block: Block, stream: ActivationStream, rotary: Rotary, plan: Plan, codec: Codec
+    block: Block, stream: ActivationStream, rotary: Rotary, codecs: Mapping[str, Codec]
 ) -> Iterator[SolvedLinear]:
-    """Solve the linears of `block` that are to be quantized, stage after stage. The block itself is not changed.
+    """Solve the linears of `block` that have a codec, stage after stage. The block itself is not changed.
 
     Raises CalibrationError for inputs that are not finite, FormatError for weights that the codec cannot hold.
     """
+    for ready in ready_stages(block, stream, rotary, codecs):
+        yield from solve_stage(block.linears, ready, codecs)
+
+
+def solve_head(head: Head, stream: ActivationStream, codecs: Mapping[str, Codec]) -> SolvedLinear:
+    """Solve the output linear for the states behind the last block. Raises as `solve_block` does."""
+    linear, tokens = head.linear, 0
+    hessian = Hessian(linear.in_features, linear.name, token_share=TOKEN_SHARE, device=linear.device)
+    for hidden in stream.batches():
+        rows = head.norm(hidden.to(linear.device)).flatten(0, 1)
+        hessian.add(rows)
+        tokens += len(rows)
+    ready = ReadyStage((linear.name,), factor(hessian.finish(), name=linear.name), tokens)
+    (solved,) = solve_stage({linear.name: linear}, ready, codecs)
+    return solved
+
+
+def ready_stages(
+    block: Block, stream: ActivationStream, rotary: Rotary, names: Container[str]
+) -> Iterator[ReadyStage]:
+    """The stages of `block`, only linears among `names` in them, each with the factor of its Hessian."""
     linears = block.linears
-    stages = _planned_stages(block, plan)
+    stages = _chosen_stages(block, names)
     siblings = Counter(kind_of(stage.name) for stage in stages)
     pools: dict[str, _Pool] = {}
     starved: list[tuple[Stage, int]] = []
@@ -64,13 +100,13 @@ def solve_block(
                     continue
             found = None if hessian is None else factor(hessian, name=stage.linears[0])
             del hessian
-            yield from _solve_stage(linears, stage.linears, found, codec, tokens)
+            yield ReadyStage(stage.linears, found, tokens)
     for stage, tokens in starved:
         shared = pools[kind_of(stage.name)].mean()
         found = None if shared is None else factor(shared, name=stage.linears[0])
         instead = "rounded to nearest" if found is None else "solved with the inputs of all experts of its block"
         reason = f"only {tokens} calibration tokens reached this expert: {instead}"
-        yield from _solve_stage(linears, stage.linears, found, codec, tokens, reason)
+        yield ReadyStage(stage.linears, found, tokens, reason)
 
 
 class _Pool:
@@ -90,10 +126,9 @@ class _Pool:
         return None if self._sum is None else self._sum / self._tokens
 
 
-def _planned_stages(block: Block, plan: Plan) -> list[Stage]:
+def _chosen_stages(block: Block, names: Container[str]) -> list[Stage]:
     """The stages of a block without the linears that stay dense."""
-    planned = {linear.name for linear in plan.quantized}
-    kept = (Stage(stage.name, tuple(name for name in stage.linears if name in planned)) for stage in block.stages())
+    kept = (Stage(stage.name, tuple(name for name in stage.linears if name in names)) for stage in block.stages())
     return [stage for stage in kept if stage.linears]
 
 
@@ -134,39 +169,40 @@ def _observe(
     return {name: (hessian.finish() if tokens[name] else None, tokens[name]) for name, hessian in hessians.items()}
 
 
-def _solve_stage(
-    linears: Mapping[str, Linear],
-    names: Sequence[str],
-    found: Factor | None,
-    codec: Codec,
-    tokens: int,
-    fallback: str | None = None,
+def solve_stage(
+    linears: Mapping[str, Linear], ready: ReadyStage, codecs: Mapping[str, Codec]
 ) -> Iterator[SolvedLinear]:
-    """Linears that read one input, solved side by side. `fallback` says what their Hessian is, if not their own."""
+    """Solve linears that read one input, those of equal codecs side by side."""
+    found, fallback = ready.factor, ready.fallback
     if found is not None and fallback is None:
         fallback = found.fallback
-    with _naming(names[0]):
-        solutions = solve_together([linears[name].weight() for name in names], found, codec)
-    for name, solution in zip(names, solutions, strict=True):
-        with _naming(name):
-            stored = codec.encode(solution.codes, linears[name].stored.bias)
-        _require_finite(name, stored, solution.error)
-        result = LinearResult(
-            name=name,
-            bits=solution.codes.layout.groups[0].bits,
-            bits_per_weight=stored.bits_per_weight,
-            error=solution.error,
-            tokens=tokens,
-            damping=None if found is None else found.damping,
-            extra_damping=found is not None and found.damping > DAMPING,
-            dead_inputs=0 if found is None else found.dead_inputs,
-            fallback=fallback,
-        )
-        yield SolvedLinear(stored, solution.codes.dequantize(), result)
+    alike: dict[Codec, list[str]] = {}
+    for name in ready.names:
+        alike.setdefault(codecs[name], []).append(name)
+    for codec, names in alike.items():
+        with naming(names[0]):
+            solutions = solve_together([linears[name].weight() for name in names], found, codec)
+        for name, solution in zip(names, solutions, strict=True):
+            with naming(name):
+                stored = codec.encode(solution.codes, linears[name].stored.bias)
+            _require_finite(name, stored, solution.error)
+            layout = solution.codes.layout
+            result = LinearResult(
+                name=name,
+                bits=layout.code_bits(1) / layout.rows,
+                bits_per_weight=stored.bits_per_weight,
+                error=solution.error,
+                tokens=ready.tokens,
+                damping=None if found is None else found.damping,
+                extra_damping=found is not None and found.damping > DAMPING,
+                dead_inputs=0 if found is None else found.dead_inputs,
+                fallback=fallback,
+            )
+            yield SolvedLinear(stored, solution.codes.dequantize(), result)
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def naming(name: str) -> Iterator[None]:
     """A codec knows no names: what it refuses gets that of the linear."""
     try:
         yield

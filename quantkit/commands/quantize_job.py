@@ -3,41 +3,68 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quantkit.calibration import text
+from quantkit.calibration import text as calibration_text
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CalibrationError, CheckpointError, FormatError, UsageError
-from quantkit.formats.gptq import GptqCodec
+from quantkit.commands.quantize_recipe import Recipe
+from quantkit.errors import BackendError, CalibrationError, CheckpointError, FormatError, UsageError
+from quantkit.formats.codec import Codec
 from quantkit.models import catalog
-from quantkit.models.architecture import Architecture
+from quantkit.models.architecture import HEAD, Architecture, LinearSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.contents import check_contents
-from quantkit.plan import Plan, uniform
+from quantkit.plan import Plan
 from quantkit.progress import Progress
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
-from quantkit.settings import QuantizeSettings
 
 SPILL_BYTES = 256 << 20
 """Hidden states beyond this live in files beside the output."""
 SCANNED_VALUES = 1 << 24
 
 
+class TextChoice(Protocol):
+    """The settings that choose calibration text."""
+
+    @property
+    def calibration(self) -> str: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizeJob:
-    """One quantization, ready to start. `rows` is the calibration text, token ids int64 `[rows, length]`."""
+class Subject:
+    """An unquantized model and the text to run it over, `rows` of token ids, int64 `[rows, length]`."""
 
     checkpoint: Checkpoint
     config: ModelConfig
     architecture: Architecture
-    plan: Plan
-    codec: GptqCodec
     placement: Placement
     tokenizer: Tokenizer
     rows: Tensor
+
+    @property
+    def linears(self) -> list[LinearSpec]:
+        """The quantizable linears of the blocks, in the order of the model."""
+        return [spec for spec in self.architecture.linears(self.config) if spec.quantizable]
+
+    @property
+    def head(self) -> LinearSpec:
+        """The output linear, also where it is tied to the embedding."""
+        return LinearSpec(HEAD, self.config.hidden_size, (self.config.vocab_size,), ("head",), HEAD)
+
+    @property
+    def stored_bits(self) -> dict[str, int]:
+        """All bits of each linear as the checkpoint has it."""
+        return {spec.name: _stored_bits(self.checkpoint, spec.name) for spec in self.linears}
 
     @property
     def parameters(self) -> int:
@@ -45,31 +72,41 @@ class QuantizeJob:
         return sum(torch.Size(shape).numel() for shape in self.architecture.tensors(self.config).values())
 
     @property
-    def spills(self) -> bool:
-        """Whether the hidden states are too many for the memory."""
-        return _hidden_bytes(self.rows, self.config) > SPILL_BYTES
+    def spilled_bytes(self) -> int:
+        """Hidden states that are too many for the memory; 0 where they are not."""
+        size = self.rows.numel() * self.config.hidden_size * torch.float32.itemsize
+        return size if size > SPILL_BYTES else 0
 
 
-def choose_codec(settings: QuantizeSettings) -> GptqCodec:
-    """Raises FormatError for a width or group size that the format lacks, UsageError for an unknown format."""
-    if settings.format == "exl2":
-        raise FormatError("EXL2 can be read, but not written yet", hint="use `--format gptq`")
-    if settings.format != "gptq":
-        raise UsageError(f"unknown format `{settings.format}`", hint="use `--format gptq`")
-    return GptqCodec(settings.bits, settings.group_size, settings.sym, settings.act_order)
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizeJob:
+    """One quantization, ready to start."""
+
+    subject: Subject
+    plan: Plan
+    recipe: Recipe
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        """Of each linear that is to be quantized, the head included."""
+        return {linear.name: self.recipe.codec(linear) for linear in self.plan.work}
 
 
-def choose_placement(settings: QuantizeSettings) -> Placement:
-    """As everywhere, but `auto` is bfloat16 on a CPU that multiplies it natively, two to three times as fast. The
-    residual stream and the Hessians are float32 all the same."""
-    dtype = settings.dtype
-    if dtype == "auto" and Placement.choose(settings.device).device == "cpu" and _has_native_bf16():
-        dtype = "bf16"
-    return Placement.choose(settings.device, dtype)
+def choose_placement(device: str, dtype: str) -> Placement:
+    """`auto` is the CPU, and bfloat16 where it multiplies that natively, two to three times as fast as float32. The
+    residual stream and the Hessians are float32 all the same.
+
+    Raises BackendError for a GPU: its kernels can be used, but the solver has never been run there.
+    """
+    dtype = "bf16" if dtype == "auto" and _has_native_bf16() else dtype
+    placement = Placement.choose("cpu" if device == "auto" else device, dtype)
+    if placement.device != "cpu":
+        raise BackendError(f"quantizing on `{placement.device}` is not supported yet", hint="use `--device cpu`")
+    return placement
 
 
-def prepare(settings: QuantizeSettings, checkpoint: Checkpoint, codec: GptqCodec, placement: Placement) -> QuantizeJob:
-    """Every check that needs no weights. Raises the error of whatever is not as it must be."""
+def open_subject(checkpoint: Checkpoint, text: TextChoice, placement: Placement) -> Subject:
+    """Every check of a model that needs no weights. Raises the error of whatever is not as it must be."""
     if checkpoint.quantization is not None:
         method = checkpoint.quantization.get("quant_method", "unknown method")
         raise CheckpointError(
@@ -78,20 +115,23 @@ def prepare(settings: QuantizeSettings, checkpoint: Checkpoint, codec: GptqCodec
     config = ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json"))
     architecture = catalog.find(checkpoint.config)
     check_contents(checkpoint, config, architecture)
-    specs = architecture.linears(config)
-    plan = uniform(specs, codec, {spec.name: _stored_bits(checkpoint, spec.name) for spec in specs})
-    if settings.strict:
+    tokenizer = Tokenizer.open(checkpoint.path)
+    rows = _calibration_rows(text, tokenizer, config)
+    return Subject(checkpoint, config, architecture, placement, tokenizer, rows)
+
+
+def prepare(subject: Subject, recipe: Recipe, out: Path, strict: bool) -> QuantizeJob:
+    """Every check of a plan. Raises the error of whatever is not as it must be."""
+    plan = recipe.plan(subject.linears, subject.head, subject.stored_bits)
+    if strict:
         plan.require_regular()
     if not plan.quantized:
         raise FormatError(
-            f"`{checkpoint.path}` has no linear that can be quantized: {plan.dense[0].dense_because}",
+            f"`{subject.checkpoint.path}` has no linear that can be quantized: {plan.dense[0].dense_because}",
             hint="use another format",
         )
-    tokenizer = Tokenizer.open(checkpoint.path)
-    rows = _calibration_rows(settings, tokenizer, config)
-    hidden_bytes = _hidden_bytes(rows, config)
-    _require_space(plan, checkpoint, hidden_bytes if hidden_bytes > SPILL_BYTES else 0, settings.out)
-    return QuantizeJob(checkpoint, config, architecture, plan, codec, placement, tokenizer, rows)
+    _require_space(plan, subject, out)
+    return QuantizeJob(subject, plan, recipe)
 
 
 def require_finite(checkpoint: Checkpoint, progress: Progress) -> None:
@@ -117,7 +157,7 @@ def _has_native_bf16() -> bool:
     return any(check is not None and check() for check in checks)
 
 
-def _calibration_rows(settings: QuantizeSettings, tokenizer: Tokenizer, config: ModelConfig) -> Tensor:
+def _calibration_rows(settings: TextChoice, tokenizer: Tokenizer, config: ModelConfig) -> Tensor:
     if settings.samples < 1 or settings.length < 1:
         raise UsageError("calibration needs at least one row of one token", hint="use `--samples 128 --length 512`")
     if settings.length > config.max_positions:
@@ -125,7 +165,8 @@ def _calibration_rows(settings: QuantizeSettings, tokenizer: Tokenizer, config: 
             f"rows of {settings.length} tokens are longer than the {config.max_positions} positions of the model",
             hint=f"use `--length {config.max_positions}`",
         )
-    rows = text.token_rows(settings.calibration, tokenizer, settings.samples, settings.length, settings.seed)
+    count, length = settings.samples, settings.length
+    rows = calibration_text.token_rows(settings.calibration, tokenizer, count, length, settings.seed)
     if int(rows.max()) >= config.vocab_size:
         raise CalibrationError(
             f"the tokenizer gives id {int(rows.max())}, the model knows {config.vocab_size} ids: "
@@ -135,11 +176,11 @@ def _calibration_rows(settings: QuantizeSettings, tokenizer: Tokenizer, config: 
     return rows
 
 
-def _require_space(plan: Plan, checkpoint: Checkpoint, spilled_bytes: int, out: Path) -> None:
+def _require_space(plan: Plan, subject: Subject, out: Path) -> None:
     """Raises CheckpointError when the result, and hidden states that go to the disk, would not fit."""
-    before = sum(_stored_bits(checkpoint, linear.name) for linear in plan.quantized) // 8
-    after = sum(linear.stored_bits for linear in plan.quantized) // 8
-    needed = checkpoint.stored_bytes - before + after + spilled_bytes
+    before = sum(_stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
+    after = sum(linear.stored_bits for linear in plan.work) // 8
+    needed = subject.checkpoint.stored_bytes - before + after + subject.spilled_bytes
     free = shutil.disk_usage(out.expanduser().absolute().parent).free
     if needed > free:
         raise CheckpointError(
@@ -152,6 +193,3 @@ def _stored_bits(checkpoint: Checkpoint, linear: str) -> int:
     infos = (checkpoint.info(name) for name in checkpoint.tensors_of(linear))
     return sum(torch.Size(info.shape).numel() * info.dtype.itemsize * 8 for info in infos)
 
-
-def _hidden_bytes(rows: Tensor, config: ModelConfig) -> int:
-    return rows.numel() * config.hidden_size * torch.float32.itemsize

@@ -15,6 +15,7 @@ from quantkit.plan import Plan, kind_of
 class LinearResult:
     """One quantized linear.
 
+    bits          mean width of its codes
     error         Hessian-weighted squared error relative to the weighted square of the weight: what its outputs lose
     tokens        calibration tokens its Hessian was made of; an expert counts those routed to it
     damping       added to the diagonal of the Hessian, relative to its mean; None without a Hessian
@@ -24,7 +25,7 @@ class LinearResult:
     """
 
     name: str
-    bits: int
+    bits: float
     bits_per_weight: float
     error: float
     tokens: int
@@ -148,10 +149,11 @@ class QuantizeReport:
 
     def rows(self) -> list[list[str]]:
         """Name and figure: the summary."""
-        text = self.calibration
+        text, head = self.calibration, self.plan.head
         rows = [
             ["bits per weight, linears", f"{self.bits_per_weight:.3f}"],
             ["bits per weight, whole model", f"{self.file_bits_per_weight:.3f}"],
+            *([] if head is None else [["bits per weight, head", f"{head.stored_bits / head.weights:.3f}"]]),
             ["size", f"{self.size_bytes / 2**20:.1f} MiB"],
             ["linears", f"{len(self.plan.quantized)} quantized, {len(self.plan.dense)} left dense"],
             ["calibration", f"{text.source}, {text.rows} × {text.length} tokens, {text.dtype}"],
@@ -170,7 +172,7 @@ class QuantizeReport:
                     f"{_mean(linear.bits_per_weight for linear in linears):.3f}",
                     f"{_mean(linear.error for linear in linears):.5f}",
                     f"{worst.error:.5f}",
-                    next(part for part in worst.name.split(".") if part.isdigit()),
+                    next((part for part in worst.name.split(".") if part.isdigit()), ""),
                 ]
             )
         return rows

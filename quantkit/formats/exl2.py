@@ -36,9 +36,13 @@ DTYPES = {
 DAMAGED = "the file is damaged or of another format: download the checkpoint again"
 
 
+MARK = "q_weight"
+"""The tensor that a linear in this form always has."""
+
+
 def recognise(suffixes: Collection[str]) -> bool:
     """Whether these tensor names of one linear are EXL2's."""
-    return "q_weight" in suffixes
+    return MARK in suffixes
 
 
 def decode(name: str, tensors: Mapping[str, Tensor], out_features: int | None = None) -> "Exl2Tensor":

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from quantkit.errors import CheckpointError
+from quantkit.formats import exl2
 from quantkit.formats.dense import DTYPES
 from quantkit.models.architecture import EMBEDDING, HEAD, Architecture
 from quantkit.models.config import ModelConfig
@@ -84,10 +85,10 @@ def _check_plain(listing: Listing, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _checked_copy_of_embedding(listing: Listing) -> list[str]:
-    """The head's tensors in a tied model: none, or the embedding once more."""
+    """The head's tensors in a tied model: none, the embedding once more, or the embedding in EXL2 form."""
     stored = [name for name in listing.names() if name.startswith(f"{HEAD}.")]
-    if not stored:
-        return []
+    if not stored or exl2.recognise([name.removeprefix(f"{HEAD}.") for name in stored]):
+        return stored
     copy, embedding = f"{HEAD}.weight", f"{EMBEDDING}.weight"
     if stored != [copy] or not torch.equal(listing.tensor(copy), listing.tensor(embedding)):
         raise CheckpointError(

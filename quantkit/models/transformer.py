@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.errors import RequestError
+from quantkit.formats import exl2
 from quantkit.formats.dense import DenseTensor
 from quantkit.models.architecture import EMBEDDING, FINAL_NORM, HEAD, Architecture, LinearSpec
 from quantkit.models.attention import Cache
@@ -177,9 +178,13 @@ def _load_ends(
     """Embedding and head for good: in a tied model they share one weight."""
     head = load_head(source, config, architecture, dtype, device)
     head.linear.settle()
-    if config.tie_embeddings:
+    if config.tie_embeddings and not _has_head_of_its_own(source):
         return Embedding(head.linear.stored.tensors()["weight"], config.embedding_scale, dtype), head
     return load_embedding(source, config, architecture, dtype, device), head
+
+
+def _has_head_of_its_own(source: Source) -> bool:
+    return source.has(f"{HEAD}.{exl2.MARK}")
 
 
 def load_embedding(
@@ -193,9 +198,10 @@ def load_embedding(
 def load_head(
     source: Source, config: ModelConfig, architecture: Architecture, dtype: torch.dtype, device: Device = "cpu"
 ) -> Head:
-    """Final norm and output linear; tied models read the embedding for it."""
+    """Final norm and output linear. Tied models read the embedding for it, unless the source has it in EXL2 form:
+    writers of that format add it, and leave the config as it was."""
     norm = Norm.read(source, FINAL_NORM, config.hidden_size, architecture.norm_offset, config.norm_eps, device)
-    if config.tie_embeddings:
+    if config.tie_embeddings and not _has_head_of_its_own(source):
         weight = read_tensor(source, f"{EMBEDDING}.weight", (config.vocab_size, config.hidden_size))
         linear = Linear(HEAD, DenseTensor(weight), dtype, device)
     else:

@@ -25,10 +25,12 @@ class Solution:
 
     codes   what the codec encodes
     error   tr((W - Q)ᵀ H (W - Q)) / tr(Wᵀ H W) with the Hessian before damping; without one, H is the identity
+    losses  float64 [out]: the diagonal of (W - Q)ᵀ H (W - Q), what each output loses
     """
 
     codes: Codes
     error: float
+    losses: Tensor
 
 
 def solve(weight: Tensor, factor: Factor | None, codec: Codec) -> Solution:
@@ -56,10 +58,14 @@ def solve_together(weights: Sequence[Tensor], factor: Factor | None, codec: Code
         grids = _round_static(rounding, codec, layout)
         order, q = torch.arange(len(factor.order)), torch.empty_like(rounding.q)
         q[factor.order] = rounding.q
-    errors = rounding.relative_errors()
+    losses, energies = rounding.losses_and_energies()
     return [
-        Solution(Codes(q[:, columns].contiguous(), tuple(own), layout, order), error)
-        for columns, own, error in zip(rounding.columns, zip(*grids, strict=True), errors, strict=True)
+        Solution(
+            Codes(q[:, columns].contiguous(), tuple(own), layout, order),
+            _ratio(losses[columns].sum(), energies[columns].sum()),
+            losses[columns],
+        )
+        for columns, own in zip(rounding.columns, zip(*grids, strict=True), strict=True)
     ]
 
 
@@ -110,12 +116,12 @@ class _Rounding:
         self._lost += _column_squares(missed, pivots)
         self._energy += _column_squares(whole, pivots)
 
-    def relative_errors(self) -> list[float]:
-        """tr(Eᵀ H E) / tr(Wᵀ H W) of each weight, without the ridge that damping put into B and D."""
+    def losses_and_energies(self) -> tuple[Tensor, Tensor]:
+        """The diagonals of Eᵀ H E and Wᵀ H W, float64, without the ridge that damping put into B and D."""
         ridge = self.factor.ridge
         lost = (self._lost - ridge * _column_squares(self._errors)).clamp(min=0)
         energy = (self._energy - ridge * _column_squares(self.weight)).clamp(min=0)
-        return [_ratio(lost[columns].sum(), energy[columns].sum()) for columns in self.columns]
+        return lost, energy
 
 
 def _round_static(rounding: _Rounding, codec: Codec, layout: Layout) -> list[list[Grid]]:
@@ -159,8 +165,8 @@ def _round_to_nearest(weight: Tensor, codec: Codec) -> Solution:
     grids = tuple(codec.fit(rows, group.bits, None) for group, rows in groups)
     q = torch.cat([grid.quantize(rows) for grid, (_, rows) in zip(grids, groups, strict=True)])
     codes = Codes(q, grids, layout, torch.arange(len(weight)))
-    lost = _column_squares(weight - codes.dequantize()).sum()
-    return Solution(codes, _ratio(lost, _column_squares(weight).sum()))
+    losses = _column_squares(weight - codes.dequantize())
+    return Solution(codes, _ratio(losses.sum(), _column_squares(weight).sum()), losses)
 
 
 def _column_squares(matrix: Tensor, weights: Tensor | None = None) -> Tensor:

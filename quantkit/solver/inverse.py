@@ -40,6 +40,12 @@ class Factor:
     dead_inputs: int
     fallback: str | None = None
 
+    @property
+    def trace(self) -> float:
+        """Of H itself, without the ridge."""
+        damped = (self.pivots * self.lower.square().sum(1)).sum(dtype=torch.float64)
+        return max(0.0, float(damped) - self.ridge * len(self.pivots))
+
 
 def descending(hessian: Tensor) -> Tensor:
     """The processing order: inputs by their diagonal, greatest first, equals in their own order. int64 [in]."""

@@ -1,0 +1,235 @@
+"""`quantkit measure`: what each EXL2 layout of each linear would cost in bits and do in damage.
+
+Blocks are walked through as in quantizing, but unquantized outputs flow on. Each linear is solved in each candidate
+layout; what its outputs lose is weighed by what they matter. With L = (W - Q)ᵀ H (W - Q), G the mean square of the
+gradients at the outputs, and errors of different outputs and tokens taken as independent, the damage is ½ Σ_n G_n L_n
+nats of KL, the Fisher form ½ tr(G ΔWᵀ H ΔW).
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.gradients import output_gradients
+from quantkit.checkpoint.fingerprint import fingerprint
+from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands.embedded import embedded
+from quantkit.commands.quantize_block import ReadyStage, naming, ready_stages
+from quantkit.commands.quantize_job import Subject, choose_placement, open_subject, require_finite
+from quantkit.formats import exl2_layout, exl2_mix
+from quantkit.formats.codec import Layout
+from quantkit.formats.exl2 import Exl2Codec
+from quantkit.measurement import Candidate, MeasuredLinear, Measurement
+from quantkit.models.architecture import LinearSpec
+from quantkit.models.linear import Linear
+from quantkit.models.transformer import Rotary, load_block
+from quantkit.plan import kind_of
+from quantkit.progress import Progress
+from quantkit.settings import MeasureSettings
+from quantkit.solver.gptq import solve_together
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureReport:
+    """What was measured and where it was written."""
+
+    out: Path
+    measurement: Measurement
+
+    def kind_rows(self) -> list[list[str]]:
+        """Each kind of linear: the damage of all of them at a few of the layouts."""
+        kinds: dict[str, list[MeasuredLinear]] = {}
+        for linear in self.measurement.linears:
+            if linear.candidates:
+                kinds.setdefault(kind_of(linear.name), []).append(linear)
+        return [
+            [kind, str(len(found)), *(f"{_damage_near(found, bits):.4f}" for bits in SHOWN_BITS)]
+            for kind, found in kinds.items()
+        ]
+
+    def layer_rows(self) -> list[list[str]]:
+        """Each block: the damage of all its linears at the same layouts."""
+        blocks: dict[str, list[MeasuredLinear]] = {}
+        for linear in self.measurement.linears:
+            if linear.candidates:
+                number = next(part for part in linear.name.split(".") if part.isdigit())
+                blocks.setdefault(number, []).append(linear)
+        return [
+            [f"block {number}", str(len(found)), *(f"{_damage_near(found, bits):.4f}" for bits in SHOWN_BITS)]
+            for number, found in blocks.items()
+        ]
+
+    def rows(self) -> list[list[str]]:
+        """Name and figure: the summary."""
+        text, linears = self.measurement.calibration, self.measurement.linears
+        dense = [linear for linear in linears if not linear.candidates]
+        return [
+            ["linears", f"{len(linears) - len(dense)} measured, {len(dense)} that EXL2 cannot hold"],
+            ["calibration", f"{text['source']}, {text['rows']} × {text['length']} tokens"],
+            ["model", self.measurement.model[:12]],
+        ]
+
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Title, columns and rows of each table for people."""
+        columns = ["bits per weight, about", "linears", *(f"{bits:g}" for bits in SHOWN_BITS)]
+        return [
+            ("damage by block, nats of KL", columns, self.layer_rows()),
+            ("damage by kind of linear, nats of KL", columns, self.kind_rows()),
+            (str(self.out), ["", ""], self.rows()),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"out": str(self.out), **self.measurement.as_json()}
+
+
+GRADIENT_TOKENS = 8192
+SHOWN_BITS = (2.3, 3.2, 4.2, 5.2, 6.2)
+
+
+def run(settings: MeasureSettings, progress: Progress) -> MeasureReport:
+    """Measure. Raises an error of the tree for anything that cannot be done; then no file is left behind."""
+    placement = choose_placement(settings.device, settings.dtype)
+    checkpoint = open_checkpoint(settings.model)
+    subject = open_subject(checkpoint, settings, placement)
+    require_finite(checkpoint, progress)
+    folder = settings.out.expanduser().absolute().with_name(f".{settings.out.name}.activations")
+    measurement = measure_model(subject, folder, settings.calibration, settings.seed, progress)
+    measurement.save(settings.out)
+    return MeasureReport(settings.out, measurement)
+
+
+@torch.inference_mode()
+def measure_model(subject: Subject, folder: Path, source: str, seed: int, progress: Progress) -> Measurement:
+    """Every linear of the blocks in every candidate layout.
+
+    folder  of the caller's own, for hidden states that are too many for the memory
+    source, seed  where the rows of text come from, to be noted
+
+    Raises CalibrationError for activations or gradients that are not finite.
+    """
+    layouts = {spec.name: _layouts(spec) for spec in subject.linears}
+    wanted = {name for name, found in layouts.items() if found}
+    specs = {spec.name: spec for spec in subject.linears}
+    stored_bits = subject.stored_bits
+    found: dict[str, MeasuredLinear] = {
+        name: MeasuredLinear(
+            name,
+            spec.in_features,
+            spec.out_features,
+            (),
+            stored_bits[name],
+            exl2_layout.shape_refusal(spec.in_features, 2),
+        )
+        for name, spec in specs.items()
+        if name not in wanted
+    }
+    squares = _output_gradients(subject, folder, seed, progress)
+    device, dtype = subject.placement.device, subject.placement.dtype
+    rotary = Rotary.at(subject.config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
+    with embedded(subject, folder) as stream, progress.task("measure", total=len(wanted)) as task:
+        for index in range(subject.config.num_layers):
+            block = load_block(subject.checkpoint, subject.config, subject.architecture, index, dtype, device)
+            for ready in ready_stages(block, stream, rotary, wanted):
+                for name, candidates in _measure_stage(block.linears, ready, specs, layouts, squares).items():
+                    spec = specs[name]
+                    found[name] = MeasuredLinear(name, spec.in_features, spec.out_features, candidates)
+                    task.advance(note=f"block {index}, {kind_of(name)}")
+            if index + 1 == subject.config.num_layers:
+                break
+
+            def run_block(hidden: Tensor) -> Tensor:
+                return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next block is read
+
+            stream.advance(run_block, f"block {index}")
+    rows, length = subject.rows.shape
+    digest = sha256(subject.rows.contiguous().numpy().tobytes()).hexdigest()
+    calibration = {"source": source, "rows": rows, "length": length, "seed": seed, "tokens": digest}
+    head = subject.head
+    return Measurement(
+        fingerprint(subject.checkpoint),
+        head.in_features,
+        head.in_features * head.out_features,
+        calibration,
+        tuple(found[name] for name in specs),
+    )
+
+
+def _output_gradients(subject: Subject, folder: Path, seed: int, progress: Progress) -> dict[str, Tensor]:
+    """From the first rows of the text: a few thousand tokens say enough. Experts that none of them reached are taken to
+    matter as little as the least of their siblings."""
+    rows = subject.rows[: max(1, GRADIENT_TOKENS // subject.rows.shape[1])]
+    spills = subject.spilled_bytes > 0
+    if spills:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    try:
+        found = output_gradients(
+            subject.checkpoint,
+            subject.config,
+            subject.architecture,
+            rows,
+            seed=seed,
+            dtype=subject.placement.dtype,
+            device=subject.placement.device,
+            folder=folder if spills else None,
+            progress=progress,
+        )
+    finally:
+        if spills:
+            shutil.rmtree(folder, ignore_errors=True)
+    kinds: dict[str, list[Tensor]] = {}
+    for name, squares in found.items():
+        kinds.setdefault(kind_of(name), []).append(squares)
+    for spec in subject.linears:
+        if spec.name not in found:
+            found[spec.name] = min(kinds[kind_of(spec.name)], key=lambda squares: float(squares.sum()))
+    return found
+
+
+def _layouts(spec: LinearSpec) -> dict[str, Layout]:
+    """The candidates that a linear of this shape can hold, no layout twice."""
+    layouts: dict[str, Layout] = {}
+    for mix in exl2_mix.CANDIDATES:
+        widths = exl2_mix.read(mix)
+        if exl2_layout.shape_refusal(spec.in_features, widths[-1].bits) is None:
+            layout = exl2_layout.mixed(spec.in_features, widths)
+            if layout not in layouts.values():
+                layouts[mix] = layout
+    return layouts
+
+
+def _measure_stage(
+    linears: Mapping[str, Linear],
+    ready: ReadyStage,
+    specs: Mapping[str, LinearSpec],
+    layouts: Mapping[str, Mapping[str, Layout]],
+    squares: Mapping[str, Tensor],
+) -> dict[str, tuple[Candidate, ...]]:
+    """Linears that read one input, solved side by side in one layout after another."""
+    weights = [linears[name].weight() for name in ready.names]
+    trace = float(len(weights[0])) if ready.factor is None else ready.factor.trace
+    found: dict[str, list[Candidate]] = {name: [] for name in ready.names}
+    for mix, layout in layouts[ready.names[0]].items():
+        with naming(ready.names[0]):
+            solutions = solve_together(weights, ready.factor, Exl2Codec(layout))
+        for name, solution in zip(ready.names, solutions, strict=True):
+            spec = specs[name]
+            bits = exl2_layout.stored_bits(layout, spec.out_features, spec.bias)
+            damage = 0.5 * float((solution.losses.cpu() * squares[name]).sum()) / trace
+            found[name].append(Candidate(mix, bits, solution.error, damage))
+    return {name: tuple(candidates) for name, candidates in found.items()}
+
+
+def _damage_near(linears: list[MeasuredLinear], bits: float) -> float:
+    """The damage of linears together, each in the layout nearest to so many bits per weight."""
+
+    def nearest(linear: MeasuredLinear) -> Candidate:
+        return min(linear.candidates, key=lambda found: abs(found.bits / linear.weights - bits))
+
+    return sum(nearest(linear).damage for linear in linears)

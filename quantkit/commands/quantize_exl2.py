@@ -1,0 +1,72 @@
+"""Which recipe the options of `quantkit quantize` ask for. An EXL2 one comes from a plan, or from a measurement and a
+budget, and where there is no measurement it is made first."""
+
+from pathlib import Path
+
+from quantkit.checkpoint.fingerprint import fingerprint
+from quantkit.commands.measure import measure_model
+from quantkit.commands.quantize_job import Subject
+from quantkit.commands.quantize_recipe import Exl2Recipe, GptqRecipe, Recipe
+from quantkit.errors import UsageError
+from quantkit.formats.gptq import GptqCodec
+from quantkit.measurement import Measurement
+from quantkit.mix_plan import MixPlan, plan_mixes, require_head_bits
+from quantkit.progress import Progress
+from quantkit.settings import QuantizeSettings
+
+GPTQ_OPTIONS = ("bits", "group_size", "sym", "act_order")
+EXL2_OPTIONS = ("bpw", "head_bits", "include_head", "measurement", "plan")
+
+
+def check_format(settings: QuantizeSettings) -> None:
+    """Raises FormatError for a width or group size that the format lacks, UsageError for options that do not go
+    together."""
+    plain = QuantizeSettings(settings.model, settings.out)
+    if settings.format == "gptq":
+        _refuse_others(settings, plain, EXL2_OPTIONS, "use `--format exl2` with it")
+        _gptq(settings)
+    elif settings.format == "exl2":
+        _refuse_others(settings, plain, GPTQ_OPTIONS, "EXL2 takes `--bpw 4.0`")
+        if (settings.bpw is None) == (settings.plan is None):
+            raise UsageError("EXL2 needs either a budget or a plan", hint="use `--bpw 4.0`, or `--plan plan.json`")
+        if settings.plan is not None:
+            _refuse_others(settings, plain, EXL2_OPTIONS[1:-1], "the plan says it already: leave it out")
+        require_head_bits(settings.head_bits)
+    else:
+        raise UsageError(f"unknown format `{settings.format}`", hint="use `--format gptq` or `--format exl2`")
+
+
+def choose_recipe(settings: QuantizeSettings, subject: Subject, folder: Path, progress: Progress) -> Recipe:
+    """`folder` is for hidden states, should the model have to be measured.
+
+    Raises PlanError for a measurement or a plan of another model, and for a budget out of reach.
+    """
+    if settings.format == "gptq":
+        return GptqRecipe(_gptq(settings))
+    if settings.plan is not None:
+        mixes = MixPlan.load(settings.plan)
+        mixes.require(fingerprint(subject.checkpoint), settings.model)
+        return Exl2Recipe(mixes)
+    if settings.measurement is None:
+        measurement = measure_model(subject, folder, settings.calibration, settings.seed, progress)
+    else:
+        measurement = Measurement.load(settings.measurement)
+        measurement.require(fingerprint(subject.checkpoint), settings.model)
+    assert settings.bpw is not None
+    mixes, allocation = plan_mixes(
+        measurement, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head
+    )
+    progress.say(f"predicted KL of the linears: {allocation.damage:.4f}")
+    return Exl2Recipe(mixes)
+
+
+def _gptq(settings: QuantizeSettings) -> GptqCodec:
+    return GptqCodec(settings.bits, settings.group_size, settings.sym, settings.act_order)
+
+
+def _refuse_others(settings: QuantizeSettings, plain: QuantizeSettings, names: tuple[str, ...], hint: str) -> None:
+    for name in names:
+        if getattr(settings, name) != getattr(plain, name):
+            option = "--asym" if name == "sym" else "--" + name.replace("_", "-")
+            other = " beside `--plan`" if settings.plan is not None else f" with `--format {settings.format}`"
+            raise UsageError(f"`{option}` has no meaning{other}", hint=hint)

@@ -1,0 +1,133 @@
+"""`commands.measure` on tiny models: every candidate of every linear, and damage that predicts what happens."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+import quantkit
+from quantkit import cli
+from quantkit.calibration.text import token_rows
+from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands import quantize_job
+from quantkit.commands.measure import run
+from quantkit.commands.quantize import run as quantize
+from quantkit.errors import CheckpointError
+from quantkit.formats import exl2_layout, exl2_mix
+from quantkit.measurement import Measurement
+from quantkit.mix_plan import MixPlan
+from quantkit.progress import Silent
+from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.settings import MeasureSettings, QuantizeSettings
+
+TEXT = {"samples": 8, "length": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.write_model(
+        tmp_path_factory.mktemp("source") / "model", hidden_size=128, intermediate_size=256, dtype="bfloat16"
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(model: Path, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("measured") / "m.json"
+    run(MeasureSettings(str(model), out, **TEXT), Silent())
+    return out
+
+
+def test_every_linear_is_measured_in_every_layout_it_can_hold(model: Path, measured: Path) -> None:
+    found = Measurement.load(measured)
+    assert [linear.name for linear in found.linears] == open_checkpoint(model).linears()
+    for linear in found.linears:
+        layouts = {exl2_layout.mixed(linear.in_features, exl2_mix.read(mix)) for mix in exl2_mix.CANDIDATES}
+        assert len(linear.candidates) == len(layouts)
+        for candidate in linear.candidates:
+            layout = exl2_layout.mixed(linear.in_features, exl2_mix.read(candidate.mix))
+            assert candidate.bits == exl2_layout.stored_bits(layout, linear.out_features, False)
+            assert 0 < candidate.error < 1 and candidate.damage > 0
+        assert linear.candidates[0].damage > 50 * linear.candidates[-1].damage
+    assert found.calibration["rows"] == 8 and found.head_weights == 128 * 320
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds"),
+    [
+        # Attention adds up what values of many tokens err in common, which the sum over tokens does not see.
+        ("self_attn.v_proj", (0.3, 1.6)),
+        ("self_attn.o_proj", (0.6, 1.6)),
+        ("mlp.up_proj", (0.6, 1.6)),
+        ("mlp.down_proj", (0.6, 1.6)),
+    ],
+)
+def test_damage_is_the_divergence_of_a_model_with_only_that_linear_quantized(
+    kind: str, bounds: tuple[float, float], model: Path, measured: Path, tmp_path: Path
+) -> None:
+    measurement = Measurement.load(measured)
+    name, mix = f"model.layers.1.{kind}", exl2_mix.CANDIDATES[3]
+    dense = {linear.name: "for the test" for linear in measurement.linears if linear.name != name}
+    MixPlan(measurement.model, 4.0, False, 16, {name: mix}, dense).save(tmp_path / "p.json")
+    quantize(
+        QuantizeSettings(
+            str(model), tmp_path / "out", format="exl2", plan=tmp_path / "p.json", evaluate=False, **TEXT
+        ),
+        Silent(),
+    )
+    rows = token_rows("bundled", Tokenizer.open(model), 8, 64, 0)
+    before = quantkit.load(model)(rows).log_softmax(-1)
+    after = quantkit.load(tmp_path / "out")(rows).log_softmax(-1)
+    divergence = float((before.exp() * (before - after)).sum(-1).mean())
+    linear = next(linear for linear in measurement.linears if linear.name == name)
+    predicted = next(found.damage for found in linear.candidates if found.mix == mix)
+    assert bounds[0] < predicted / divergence < bounds[1]
+
+
+@pytest.mark.parametrize("family", ["Qwen2ForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM"])
+def test_other_families_are_measured_too(family: str, tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", family)
+    found = run(MeasureSettings(str(source), tmp_path / "m.json", **TEXT), Silent()).measurement
+    biased = {name.removesuffix(".bias") for name in open_checkpoint(source).names() if name.endswith("_proj.bias")}
+    assert bool(biased) == (family == "Qwen2ForCausalLM")
+    for linear in found.linears:
+        layout = exl2_layout.mixed(linear.in_features, exl2_mix.read(linear.candidates[0].mix))
+        bits = exl2_layout.stored_bits(layout, linear.out_features, linear.name in biased)
+        assert linear.candidates[0].bits == bits
+        assert all(candidate.damage > 0 for candidate in linear.candidates)
+
+
+def test_what_exl2_cannot_hold_is_listed_with_its_bits(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", intermediate_size=72, dtype="bfloat16")
+    report = run(MeasureSettings(str(source), tmp_path / "m.json", **TEXT), Silent())
+    dense = [linear for linear in report.measurement.linears if not linear.candidates]
+    assert {linear.name.rpartition(".")[2] for linear in dense} == {"down_proj"}
+    assert all(linear.dense_bits == 16 * linear.weights and "72 input" in linear.dense_because for linear in dense)
+    assert ["linears", "12 measured, 2 that EXL2 cannot hold"] in report.rows()
+
+
+def test_the_same_seed_gives_the_same_file_from_memory_or_disk(
+    model: Path, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize_job, "SPILL_BYTES", 0)
+    run(MeasureSettings(str(model), tmp_path / "m.json", **TEXT), Silent())
+    assert (tmp_path / "m.json").read_bytes() == measured.read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
+
+
+def test_a_quantized_model_is_refused(model: Path, tmp_path: Path) -> None:
+    quantize(QuantizeSettings(str(model), tmp_path / "out", evaluate=False, group_size=32, **TEXT), Silent())
+    with pytest.raises(CheckpointError, match="already quantized"):
+        run(MeasureSettings(str(tmp_path / "out"), tmp_path / "m.json", **TEXT), Silent())
+    assert not (tmp_path / "m.json").exists()
+
+
+def test_the_command_prints_tables_or_json(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["measure", str(model), "-o", str(tmp_path / "m.json"), "--samples", "2", "--length", "32"]
+    assert cli.run(options) == 0
+    shown = capsys.readouterr().out
+    assert "block 1" in shown and "mlp.down_proj" in shown
+    assert cli.run([*options, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["linears"]) == 14
+    assert torch.is_inference_mode_enabled() is False

@@ -1,0 +1,184 @@
+"""`commands.quantize --format exl2` on tiny models: what is written, how large, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+import quantkit
+from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands.measure import run as measure
+from quantkit.commands.quantize import run
+from quantkit.commands.quantize_report import QuantizeReport
+from quantkit.errors import FormatError, PlanError, UsageError
+from quantkit.mix_plan import MixPlan
+from quantkit.progress import Silent
+from quantkit.settings import MeasureSettings, PlanSettings, QuantizeSettings
+
+IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(7))
+TEXT = {"samples": 8, "length": 64}
+
+
+def quantize(model: Path, out: Path, **options) -> QuantizeReport:
+    return run(QuantizeSettings(str(model), out, format="exl2", **({"evaluate": False, **TEXT} | options)), Silent())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "model"
+    return tiny.write_model(folder, hidden_size=128, intermediate_size=256, tie_word_embeddings=True, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def measured(model: Path, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("measured") / "m.json"
+    measure(MeasureSettings(str(model), out, **TEXT), Silent())
+    return out
+
+
+def linear_bits(folder: Path) -> float:
+    """Bits per weight of the blocks' linears, by the bytes of the file."""
+    checkpoint = open_checkpoint(folder)
+    names = checkpoint.linears()
+    tensors = load_file(folder / "model.safetensors")
+    stored = sum(tensors[tensor].nbytes for name in names for tensor in checkpoint.tensors_of(name))
+    return 8 * stored / sum(checkpoint.linear(name).dequantize().numel() for name in names)
+
+
+@pytest.mark.parametrize("bpw", [3.0, 4.0, 5.0])
+def test_a_budget_is_met_by_the_bytes_of_the_file(bpw: float, model: Path, measured: Path, tmp_path: Path) -> None:
+    report = quantize(model, tmp_path / "out", bpw=bpw, measurement=measured)
+    assert 0.99 * bpw < linear_bits(tmp_path / "out") <= bpw
+    assert report.bits_per_weight == linear_bits(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (written["quant_method"], written["bits"], written["head_bits"]) == ("exl2", bpw, 6)
+    assert written["bits_per_weight"] == pytest.approx(linear_bits(tmp_path / "out"), abs=1e-6)
+    assert written["calibration"] == {"rows": 8, "length": 64, "dataset": "bundled"}
+    assert not (tmp_path / "out" / "quantize_config.json").exists()
+
+
+def test_a_tied_head_is_written_out_quantized_and_wins(model: Path, measured: Path, tmp_path: Path) -> None:
+    report = quantize(model, tmp_path / "out", bpw=8.0, measurement=measured, head_bits=8)
+    source, written = open_checkpoint(model), open_checkpoint(tmp_path / "out")
+    assert written.config["tie_word_embeddings"] is True
+    embedding = source.tensor("model.embed_tokens.weight")
+    assert torch.equal(written.tensor("model.embed_tokens.weight"), embedding)
+    head = written.dense("lm_head")
+    assert head.shape == (320, 128)
+    assert 0 < float((head.float() - embedding.float()).norm() / embedding.float().norm()) < 0.01
+    assert report.linears[-1].name == "lm_head" and report.plan.head is not None
+    loaded = quantkit.load(tmp_path / "out")
+    assert torch.equal(loaded.head.linear.stored.dequantize(), head.T)
+    before, after = quantkit.load(model)(IDS), loaded(IDS)
+    assert (before - after).abs().mean() < 0.05 * before.std()
+
+
+def test_an_untied_head_is_replaced(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", dtype="bfloat16")
+    quantize(source, tmp_path / "out", bpw=5.0)
+    names = open_checkpoint(tmp_path / "out").names()
+    assert "lm_head.q_weight" in names and "lm_head.weight" not in names
+    before, after = quantkit.load(source)(IDS), quantkit.load(tmp_path / "out")(IDS)
+    assert (before - after).abs().mean() < 0.2 * before.std()
+
+
+def test_sixteen_head_bits_leave_it_as_it_is(model: Path, measured: Path, tmp_path: Path) -> None:
+    report = quantize(model, tmp_path / "out", bpw=4.0, measurement=measured, head_bits=16)
+    assert not [name for name in open_checkpoint(tmp_path / "out").names() if name.startswith("lm_head")]
+    assert report.plan.head is None
+
+
+@pytest.mark.parametrize("family", ["Qwen2ForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM"])
+def test_other_families_are_written_and_load_again(family: str, tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", family)
+    report = quantize(source, tmp_path / "out", bpw=6.5, head_bits=8)
+    assert {linear.name for linear in report.linears} == {*open_checkpoint(source).linears(), "lm_head"}
+    before, after = quantkit.load(source)(IDS), quantkit.load(tmp_path / "out")(IDS)
+    assert (before - after).abs().mean() < 0.1 * before.std()
+
+
+def test_what_exl2_cannot_hold_stays_dense_is_said_and_refused_when_strict(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", intermediate_size=72, dtype="bfloat16")
+    report = quantize(source, tmp_path / "out", bpw=7.0)
+    assert {linear.kind for linear in report.plan.dense} == {"mlp.down_proj"}
+    assert any("mlp.down_proj` (2×) stays dense: 72 input" in remark for remark in report.remarks())
+    assert linear_bits(tmp_path / "out") <= 7.0
+    assert torch.isfinite(quantkit.load(tmp_path / "out")(IDS)).all()
+    with pytest.raises(FormatError, match="72 input features"):
+        quantize(source, tmp_path / "strict", bpw=7.0, strict=True)
+    assert not (tmp_path / "strict").exists()
+
+
+def test_a_plan_gives_the_bytes_of_its_budget(model: Path, measured: Path, tmp_path: Path) -> None:
+    from quantkit.commands.plan import run as plan
+
+    plan(PlanSettings(measured, 4.0, tmp_path / "p.json"), Silent())
+    quantize(model, tmp_path / "a", plan=tmp_path / "p.json", strict=True)
+    quantize(model, tmp_path / "b", bpw=4.0, measurement=measured)
+    quantize(model, tmp_path / "c", bpw=4.0)
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
+    assert written[0] == written[1] == written[2]
+
+
+def test_the_result_is_evaluated(model: Path, measured: Path, tmp_path: Path) -> None:
+    report = quantize(model, tmp_path / "out", bpw=5.0, measurement=measured, evaluate=True)
+    assert report.damage is not None and 0 < report.damage.kl_mean < 1
+    assert ["bits per weight, head", "6.665"] in report.rows()
+    json.dumps(report.as_json(), allow_nan=False)
+
+
+def test_measurements_and_plans_of_another_model_are_refused(model: Path, measured: Path, tmp_path: Path) -> None:
+    other = tiny.write_model(tmp_path / "other", seed=5, hidden_size=128, intermediate_size=256)
+    with pytest.raises(PlanError, match="the measurement is of another model"):
+        quantize(other, tmp_path / "out", bpw=4.0, measurement=measured)
+    MixPlan("0" * 64, 4.0, False, 6, {"model.layers.0.mlp.up_proj": "4@64"}, {}).save(tmp_path / "p.json")
+    with pytest.raises(PlanError, match="the plan is for another model"):
+        quantize(model, tmp_path / "out", plan=tmp_path / "p.json")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda value: value["linears"].pop("model.layers.0.mlp.up_proj"), "under neither of"),
+        (lambda value: value["dense"].update({"model.layers.0.mlp.up_proj": "?"}), "under both of"),
+        (lambda value: value["linears"].update({"model.layers.7.mlp.up_proj": "4@64"}), "no linear of this model"),
+    ],
+)
+def test_an_edited_plan_must_speak_of_this_models_linears(edit, words: str, model, measured, tmp_path: Path) -> None:
+    from quantkit.commands.plan import run as plan
+
+    plan(PlanSettings(measured, 4.0, tmp_path / "p.json"), Silent())
+    value = json.loads((tmp_path / "p.json").read_text())
+    edit(value)
+    (tmp_path / "p.json").write_text(json.dumps(value))
+    with pytest.raises(PlanError, match=words):
+        quantize(model, tmp_path / "out", plan=tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("bpw", [1.5, 9.0])
+def test_budgets_out_of_reach_leave_nothing_behind(bpw: float, model: Path, measured: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="out of reach"):
+        quantize(model, tmp_path / "out", bpw=bpw, measurement=measured)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "either a budget or a plan"),
+        ({"bpw": 4.0, "plan": Path("p.json")}, "either a budget or a plan"),
+        ({"bpw": 4.0, "bits": 3}, "`--bits` has no meaning with `--format exl2`"),
+        ({"bpw": 4.0, "sym": False}, "`--asym` has no meaning"),
+        ({"bpw": 4.0, "head_bits": 7}, "a head of 7 bits"),
+        ({"plan": Path("p.json"), "head_bits": 8}, "`--head-bits` has no meaning beside `--plan`"),
+        ({"format": "gptq", "bpw": 4.0}, "`--bpw` has no meaning with `--format gptq`"),
+        ({"format": "awq"}, "unknown format `awq`"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict, words: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        run(QuantizeSettings(str(model), tmp_path / "out", **({"format": "exl2"} | options)), Silent())
