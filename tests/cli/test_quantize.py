@@ -221,7 +221,7 @@ def test_tokens_that_the_model_does_not_have(tmp_path: Path, out: Path, capsys) 
         (["--bits", "5"], 11, "5"),
         (["--group-size", "0"], 11, "group size"),
         (["--group-size", "-2"], 11, "group size -2"),
-        (["--format", "exl2"], 2, "EXL2"),
+        (["--format", "exl2"], 2, "exl2"),
         (["--format", "awq"], 2, "awq"),
         (["--dtype", "fp8"], 2, "fp8"),
         (["--device", "tpu"], 15, "tpu"),
