@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.kernels.cuda_steps import CudaSteps
 from quantkit.kernels.launcher import Launcher
 from quantkit.kernels.protocol import Exl2Weight, GptqWeight, Repacked
 from quantkit.kernels.reference import ReferenceBackend, check_codes, check_words
@@ -77,13 +78,14 @@ def _columns_of_block(tokens: int) -> int:
 
 
 class CudaBackend(ReferenceBackend):
-    """Kernels on one kind of device, which `launcher` runs."""
+    """Kernels on one kind of device, which `launcher` runs. `steps`: what a decode step needs besides products."""
 
     name = "cuda"
 
     def __init__(self, launcher: Launcher, reason: str = "asked for by name") -> None:
         super().__init__(reason)
         self._launcher = launcher
+        self.steps = CudaSteps(launcher)
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:
         if not self._launcher.reaches(codes):

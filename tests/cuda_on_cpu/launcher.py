@@ -13,9 +13,14 @@ from cuda_on_cpu.memory import guarded
 from quantkit.kernels.launcher import Argument
 from quantkit.kernels.sources import Defines
 
+# As torch aligns what it allocates, at least.
+ALIGNMENT = 16
+POISON = 0xFB
+
 
 class ExecutorLauncher:
-    """Stands where CuPy's launcher stands. Memory to write into is poisoned, and ends at an unreadable page."""
+    """Stands where CuPy's launcher stands. Memory to write into is poisoned, and ends at an unreadable page, or a few
+    bytes before it that are looked at after each launch."""
 
     def __init__(
         self,
@@ -31,6 +36,7 @@ class ExecutorLauncher:
         self._architecture = architecture
         self._processors = processors
         self._counters = torch.zeros(4096, dtype=torch.int32)
+        self._beyond: list[Tensor] = []
         self.launched: list[tuple[str, tuple[int, ...]]] = []
 
     def reaches(self, tensor: Tensor) -> bool:
@@ -43,9 +49,10 @@ class ExecutorLauncher:
         return self._processors
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        bytes_each = torch.empty(0, dtype=dtype).element_size()
-        poisoned = torch.full((*shape, bytes_each), 0xFB, dtype=torch.uint8)
-        return guarded(poisoned.view(dtype).view(tuple(shape)))
+        size = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
+        memory = guarded(torch.full((-(-size // ALIGNMENT) * ALIGNMENT,), POISON, dtype=torch.uint8))
+        self._beyond.append(memory[size:])
+        return memory[:size].view(dtype).view(tuple(shape))
 
     def counters(self, count: int, device: torch.device) -> Tensor:
         assert not self._counters.any(), "a kernel left its counters behind"
@@ -66,6 +73,7 @@ class ExecutorLauncher:
         module = _module(self._folder / f"{name}.cu", tuple(sorted(defines.items())), self._architecture)
         function = module.get_function(entry)
         function(grid, (threads,), arguments, shared_mem=shared_bytes, **self._schedule)
+        assert all(bool((bytes_left == POISON).all()) for bytes_left in self._beyond), f"`{entry}` wrote past its output"
         self.launched.append((entry, tuple(grid)))
 
 

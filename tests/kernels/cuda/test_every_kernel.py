@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from cuda_on_cpu import compiler
+from cuda_on_cpu import SCHEDULES, compiler
 from cuda_on_cpu.launcher import ExecutorLauncher
 
 from quantkit.kernels import self_test as self_tests
 from quantkit.kernels.cuda import CudaBackend
 from quantkit.kernels.protocol import Backend
-from quantkit.kernels.reference import ReferenceBackend
 from quantkit.kernels.self_test import CASES, Outcome, self_test
 from quantkit.kernels.sources import names, source
+from quantkit.kernels.steps import Steps
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the CUDA sources cannot be run on the CPU")
 
 
 def test_every_kernel_has_cases() -> None:
@@ -19,27 +21,47 @@ def test_every_kernel_has_cases() -> None:
 
 def test_every_operation_has_a_kernel() -> None:
     """But for those that move a weight between its two forms, which are torch functions."""
-    operations = {name for name in vars(Backend) if not name.startswith("_")} - {"name", "reason"}
+    operations = {name for owner in (Backend, Steps) for name in vars(owner) if not name.startswith("_")}
     served = {source(name).reference.split(".")[1] for name in names()}
-    assert operations - served == {f"{kind}_{act}" for kind in ("gptq", "exl2") for act in ("repack", "restore")}
+    assert operations - served - {"name", "reason"} == {f"{kind}_{act}" for kind in ("gptq", "exl2") for act in ("repack", "restore")}
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the CUDA sources cannot be run on the CPU")
-@pytest.mark.parametrize("kernel", CASES)
-def test_the_self_test(kernel) -> None:
-    launcher = ExecutorLauncher()
+def check(kernel: str, launcher: ExecutorLauncher) -> None:
     outcomes = [Outcome(kernel, *case) for case in CASES[kernel](CudaBackend(launcher), torch.device("cpu"))]
     assert outcomes
     assert not [outcome for outcome in outcomes if not outcome.passed]
     assert kernel in {name for name, _ in launcher.launched}, "the cases do not reach the kernel"
 
 
+@needs_compiler
+@pytest.mark.parametrize("kernel", CASES)
+def test_the_self_test(kernel) -> None:
+    check(kernel, ExecutorLauncher())
+
+
+@needs_compiler
+@pytest.mark.proof
+@pytest.mark.parametrize(("order", "seed"), SCHEDULES[1:])
+@pytest.mark.parametrize("kernel", CASES)
+def test_the_self_test_under_every_schedule(kernel, order, seed) -> None:
+    check(kernel, ExecutorLauncher(order, seed))
+
+
+@needs_compiler
+@pytest.mark.proof
+@pytest.mark.parametrize("kernel", CASES)
+def test_the_self_test_below_sm_80(kernel) -> None:
+    """What an sm_75 card is given: bfloat16 weights are expanded, not fused."""
+    check(kernel, ExecutorLauncher(architecture=75))
+
+
+@needs_compiler
 def test_a_wrong_kernel_fails_the_self_test(monkeypatch) -> None:
     monkeypatch.setattr(self_tests, "CASES", {name: CASES[name] for name in ("pack", "grid_error")})
 
-    class Wrong(ReferenceBackend):
+    class Wrong(CudaBackend):
         def grid_error(self, *args) -> torch.Tensor:
             return super().grid_error(*args) * (1 + 1e-4)
 
-    outcomes = list(self_test(Wrong(), torch.device("cpu")))
+    outcomes = list(self_test(Wrong(ExecutorLauncher()), torch.device("cpu")))
     assert {outcome.kernel for outcome in outcomes if not outcome.passed} == {"grid_error"}

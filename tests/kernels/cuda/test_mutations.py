@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from cuda_on_cpu import SCHEDULES, KernelError, compiler
 from cuda_on_cpu.launcher import ExecutorLauncher
+
 from quantkit.kernels.cuda import CudaBackend
 from quantkit.kernels.self_test import CASES, Outcome
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-
-import quantkit
 from cuda_on_cpu import compiler
 from cuda_on_cpu.launcher import ExecutorLauncher
+
+import quantkit
 from quantkit import kernels
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.quantize import run

@@ -1,0 +1,187 @@
+"""What a decode step needs besides products of quantized weights: norms, rotation, the cache in pages, attention.
+
+`Steps` says what each operation does, `ReferenceSteps` is its definition in plain torch; `cuda_steps.py` is faster.
+Halves are float16 or bfloat16, the dtype of the multiplications. Sums are float32 and rounded once.
+
+Keys and values are kept in pages of 256 positions, in 16 bits or in groups of 32 values along a head with one scale:
+
+    half = (2^bits - 1) / 2   scale = f16(max |x| / half)   code = round(x / scale + half)   x̂ = (code - half) · scale
+
+so that both ends of the range are used and no code is wasted on a second zero.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+PAGE = 256
+GROUP = 32
+KV_BITS = (16, 8, 4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """Keys, or values, of one layer. Position p of a sequence is row p % 256 of page `table[p // 256]`.
+
+    codes   bits 8, 4: uint8 [pages, kv_heads, 256, head_dim·bits/8], at 4 bits the even element in the low half;
+            bits 16: the halves themselves [pages, kv_heads, 256, head_dim]
+    scales  float16 [pages, kv_heads, 256, head_dim/32]; None at 16 bits
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    bits: int
+
+    @classmethod
+    def empty(
+        cls, pages: int, kv_heads: int, head_dim: int, bits: int, dtype: torch.dtype, device: torch.device
+    ) -> "Pages":
+        """head_dim is a multiple of 32; `dtype` is that of 16-bit pages."""
+        shape = (pages, kv_heads, PAGE)
+        if bits == 16:
+            return cls(torch.empty(*shape, head_dim, dtype=dtype, device=device), None, bits)
+        codes = torch.empty(*shape, head_dim * bits // 8, dtype=torch.uint8, device=device)
+        return cls(codes, torch.empty(*shape, head_dim // GROUP, dtype=torch.float16, device=device), bits)
+
+    @property
+    def head_dim(self) -> int:
+        return self.codes.shape[3] * 8 // self.bits if self.bits < 16 else self.codes.shape[3]
+
+
+class Steps(Protocol):
+    """Rows are tokens: `n` of them, of any sequences. `slots` int64 [n] is `page · 256 + row` of each."""
+
+    def rms_norm(
+        self, hidden: Tensor, update: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+    ) -> Tensor:
+        """Adds `update` [n, width], halves, to `hidden` float32 [n, width] in place, and returns
+        `hidden / sqrt(mean hidden² + epsilon) · weight` in halves; weight float32 [width]. (Zhang and Sennrich 2019)"""
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """`gate · sigmoid(gate) · up`, halves [n, width]. (Shazeer 2020, GLU variants)"""
+
+    def rope_append(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Pages, values: Pages
+    ) -> Tensor:
+        """Rotates q [n, heads, head_dim] and k [n, kv_heads, head_dim], rounds them to halves, stores k and v in pages
+        and returns the rotated q. Pair i of a head is (element i, element i + pairs); cos and sin float32 [n, pairs].
+        Elements from 2·pairs on are left alone. (Su et al. 2021, RoFormer, section 3.4.2)"""
+
+    def kv_read(self, pages: Pages, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """[n, kv_heads, head_dim] in `dtype`."""
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Pages,
+        values: Pages,
+        table: Tensor,
+        lengths: Tensor,
+        scale: float,
+        *,
+        window: int = 0,
+        cap: float = 0.0,
+    ) -> Tensor:
+        """One new token for each sequence over its whole past, itself included: q halves [b, heads, head_dim] →
+        [b, heads, head_dim]. Head h reads key-value head h // (heads / kv_heads).
+
+        table    int32 [b, most pages]: the pages of each sequence
+        lengths  int32 [b]: positions of each sequence, at least 1
+        window   positions a query sees, its own included; 0 for all
+        cap      scores become `cap · tanh(score / cap)` unless 0 (Gemma 2 report, section 2)
+        """
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """float32 [n, vocab] → int64 [n]: the lowest index of the largest value; the first NaN where there is one."""
+
+
+class ReferenceSteps:
+    """Plain torch."""
+
+    def rms_norm(
+        self, hidden: Tensor, update: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+    ) -> Tensor:
+        if update is not None:
+            hidden += update
+        mean = hidden.square().mean(dim=-1, keepdim=True)
+        return (hidden * torch.rsqrt(mean + epsilon) * weight).to(dtype)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        wide = gate.to(torch.float32)
+        return (wide / (1 + torch.exp(-wide)) * up.to(torch.float32)).to(gate.dtype)
+
+    def rope_append(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Pages, values: Pages
+    ) -> Tensor:
+        write(keys, _turned(k, cos, sin), slots)
+        write(values, v, slots)
+        return _turned(q, cos, sin)
+
+    def kv_read(self, pages: Pages, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        page, row = slots // PAGE, slots % PAGE
+        codes = pages.codes[page, :, row]
+        if pages.scales is None:
+            return codes.to(dtype)
+        if pages.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+        groups = codes.to(torch.float32).unflatten(-1, (-1, GROUP)) - _half(pages.bits)
+        return (groups * pages.scales[page, :, row, :, None].to(torch.float32)).flatten(-2).to(dtype)
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Pages,
+        values: Pages,
+        table: Tensor,
+        lengths: Tensor,
+        scale: float,
+        *,
+        window: int = 0,
+        cap: float = 0.0,
+    ) -> Tensor:
+        mixed = []
+        for row, pages, length in zip(q, table, lengths.tolist(), strict=True):
+            positions = torch.arange(max(0, length - window) if window else 0, length, device=q.device)
+            slots = pages.to(torch.int64)[positions // PAGE] * PAGE + positions % PAGE
+            k, v = (self.kv_read(kept, slots, torch.float32).transpose(0, 1) for kept in (keys, values))
+            grouped = row.to(torch.float32).unflatten(0, (k.shape[0], -1))
+            scores = grouped @ k.transpose(1, 2) * scale
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
+            mixed.append((scores.softmax(dim=-1) @ v).flatten(0, 1))
+        return torch.stack(mixed).to(q.dtype)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
+
+def write(pages: Pages, heads: Tensor, slots: Tensor) -> None:
+    """Store [n, kv_heads, head_dim], the rule of this module."""
+    page, row = slots // PAGE, slots % PAGE
+    if pages.scales is None:
+        pages.codes[page, :, row] = heads.to(pages.codes.dtype)
+        return
+    half = _half(pages.bits)
+    groups = heads.to(torch.float32).unflatten(-1, (-1, GROUP))
+    scales = (groups.abs().amax(dim=-1) / half).to(torch.float16)
+    step = scales.to(torch.float32)[..., None]
+    codes = torch.round(torch.where(step == 0, 0.0, groups / step) + half).clamp(0, 2 * half)
+    codes = codes.to(torch.uint8).flatten(-2)
+    pages.codes[page, :, row] = codes if pages.bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
+    pages.scales[page, :, row] = scales
+
+
+def _half(bits: int) -> float:
+    return ((1 << bits) - 1) / 2
+
+
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[n, heads, head_dim], pair i is (i, i + pairs)."""
+    pairs = cos.shape[1]
+    wide = heads.to(torch.float32)
+    first, second, rest = wide[..., :pairs], wide[..., pairs : 2 * pairs], heads[..., 2 * pairs :]
+    cos, sin = cos[:, None], sin[:, None]
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([turned.to(heads.dtype), rest], dim=-1)
