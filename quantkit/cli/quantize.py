@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.errors import UsageError
 from quantkit.settings import QuantizeSettings
 
 
@@ -24,8 +25,12 @@ def quantize(
         bool, typer.Option("--act-order", help="GPTQ: groups of inputs alike in activation: better, slower to run.")
     ] = False,
     bpw: Annotated[
-        float | None,
-        typer.Option("--bpw", help="EXL2: bits for each weight of the blocks' linears, all side data included."),
+        str | None,
+        typer.Option(
+            "--bpw",
+            help="EXL2: bits for each weight of the blocks' linears, all side data included; several as 3.0,4.0 give "
+            "one folder each, OUT-3bpw and OUT-4bpw.",
+        ),
     ] = None,
     head_bits: Annotated[
         int, typer.Option("--head-bits", help="EXL2: width of the head: 2, 3, 4, 5, 6, 8, or 16 to leave it as it is.")
@@ -56,6 +61,7 @@ def quantize(
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Quantize MODEL to GPTQ or EXL2 against calibration text, read the result back and measure the damage."""
+    rates = _rates(bpw)
     settings = QuantizeSettings(
         model=model,
         out=out,
@@ -64,7 +70,7 @@ def quantize(
         group_size=group_size,
         sym=sym,
         act_order=act_order,
-        bpw=bpw,
+        bpw=rates[0] if rates else None,
         head_bits=head_bits,
         include_head=include_head,
         measurement=measurement,
@@ -80,6 +86,17 @@ def quantize(
         evaluate=not no_eval,
     )
     from quantkit import console
+
+    if len(rates) > 1:
+        from quantkit.commands.quantize_rates import run_rates
+
+        several = run_rates(settings, rates, console.Bars())
+        if json:
+            console.print_json(several.as_json())
+            return
+        for title, columns, rows in several.tables():
+            console.print_table(title, columns, rows)
+        return
     from quantkit.commands.quantize import run
 
     report = run(settings, console.Bars())
@@ -90,3 +107,11 @@ def quantize(
         console.print_table(title, columns, rows)
     if report.damage is not None:
         console.print_text(f"\n> {report.damage.prompt}\n{report.damage.answer}")
+
+
+def _rates(text: str | None) -> list[float]:
+    """`3.0,4.0` → numbers. Raises UsageError for anything else."""
+    try:
+        return [] if text is None else [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"`{text}` is no rate", hint="use `--bpw 4.0`, or several as `--bpw 3.0,4.0`") from error

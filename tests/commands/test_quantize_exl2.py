@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import quantkit
+from quantkit import cli
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.measure import run as measure
 from quantkit.commands.quantize import run
@@ -182,3 +183,19 @@ def test_budgets_out_of_reach_leave_nothing_behind(bpw: float, model: Path, meas
 def test_options_that_do_not_go_together_are_refused(options: dict, words: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         run(QuantizeSettings(str(model), tmp_path / "out", **({"format": "exl2"} | options)), Silent())
+
+
+def test_several_rates_share_one_measurement(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ["--samples", "8", "--length", "64", "--no-eval", "--json"]
+    options = ["quantize", str(model), "-o", str(tmp_path / "out"), "--format", "exl2", *text]
+    assert cli.run([*options, "--bpw", "3.0,4.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out-3bpw", "out-4.5bpw", "out-measurement.json"]
+    assert [rate["bits_per_weight"] for rate in found["rates"]] == [
+        linear_bits(tmp_path / "out-3bpw"),
+        linear_bits(tmp_path / "out-4.5bpw"),
+    ]
+    assert cli.run([*options, "--bpw", "3.0,5.0"]) == 10
+    assert cli.run([*options, "--bpw", "4.0,4.0"]) == 2
+    assert cli.run([*options, "--bpw", "four"]) == 2
+    assert not (tmp_path / "out-5bpw").exists()

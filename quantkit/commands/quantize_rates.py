@@ -1,0 +1,79 @@
+"""`quantkit quantize --bpw 3.0,4.0,5.0`: several EXL2 models from one measurement, one folder for each rate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.fingerprint import fingerprint
+from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands import measure, quantize
+from quantkit.commands.quantize_exl2 import check_format
+from quantkit.commands.quantize_report import QuantizeReport
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.measurement import Measurement
+from quantkit.mix_plan import plan_mixes
+from quantkit.progress import Progress
+from quantkit.settings import MeasureSettings, QuantizeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RatesReport:
+    """One report for each rate, in the order asked for, and the measurement they share."""
+
+    measurement: Path
+    reports: tuple[QuantizeReport, ...]
+
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Title, columns and rows of each table for people."""
+        rows = [
+            [
+                str(report.out),
+                f"{report.bits_per_weight:.3f}",
+                f"{report.size_bytes / 2**20:.1f} MiB",
+                "" if report.damage is None else f"{report.damage.kl_mean:.4f}",
+            ]
+            for report in self.reports
+        ]
+        details = [table for report in self.reports for table in report.tables()]
+        return [*details, ("rates", ["", "bits/weight", "size", "mean KL"], rows)]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"measurement": str(self.measurement), "rates": [report.as_json() for report in self.reports]}
+
+
+def run_rates(settings: QuantizeSettings, rates: Sequence[float], progress: Progress) -> RatesReport:
+    """Quantize once for each rate, into `OUT-4bpw`, `OUT-5bpw`, …; `settings.bpw` is ignored.
+
+    Without a measurement the model is measured into `OUT-measurement.json`, which stays. Every rate is planned and
+    every folder looked at before the first is quantized. Raises as `quantize.run` and `measure.run` do.
+    """
+    if len(set(rates)) < len(rates):
+        raise UsageError("`--bpw` names a rate twice", hint="name each rate once")
+    wanted = [
+        replace(settings, bpw=rate, out=settings.out.with_name(f"{settings.out.name}-{rate:g}bpw")) for rate in rates
+    ]
+    for one in wanted:
+        check_format(one)
+        if one.out.exists() and not one.overwrite:
+            raise CheckpointError(f"`{one.out}` exists", hint="use `--overwrite`, or another `-o`")
+    file = settings.measurement
+    if file is None:
+        file = settings.out.with_name(f"{settings.out.name}-measurement.json")
+        choice = MeasureSettings(
+            settings.model,
+            file,
+            calibration=settings.calibration,
+            samples=settings.samples,
+            length=settings.length,
+            seed=settings.seed,
+            device=settings.device,
+            dtype=settings.dtype,
+        )
+        measure.run(choice, progress)
+    measurement = Measurement.load(file)
+    measurement.require(fingerprint(open_checkpoint(settings.model)), settings.model)
+    for one in wanted:
+        assert one.bpw is not None
+        plan_mixes(measurement, one.bpw, head_bits=one.head_bits, include_head=one.include_head)
+    return RatesReport(file, tuple(quantize.run(replace(one, measurement=file), progress) for one in wanted))
