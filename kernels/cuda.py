@@ -87,6 +87,10 @@ class CudaBackend(ReferenceBackend):
         self._launcher = launcher
         self.steps = CudaSteps(launcher)
 
+    def device(self) -> torch.device:
+        """The device that is current."""
+        return self._launcher.device()
+
     def pack(self, codes: Tensor, bits: int) -> Tensor:
         if not self._launcher.reaches(codes):
             return super().pack(codes, bits)
@@ -146,7 +150,8 @@ class CudaBackend(ReferenceBackend):
         codes, group = gptq_codes(repacked)
         out = repacked.out_features
         scales, zeros = (untile_columns(values)[:, :out].contiguous() for values in (repacked.scales, repacked.zeros))
-        return GptqWeight(self.pack(codes, repacked.bits), scales, zeros, group, repacked.bits)
+        words = self.pack(codes, repacked.bits)
+        return GptqWeight(words, scales.to(repacked.scale_dtype), zeros, group, repacked.bits)
 
     def gptq_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
         if not isinstance(repacked, GptqTiles):

@@ -27,6 +27,9 @@ Argument = Tensor | np.generic | int
 class Launcher(Protocol):
     """Runs the kernels of `cuda/*.cu` on one kind of device."""
 
+    def device(self) -> torch.device:
+        """The device that is current."""
+
     def reaches(self, tensor: Tensor) -> bool:
         """Whether its kernels can use the memory of `tensor`."""
 
@@ -62,6 +65,9 @@ class CupyLauncher:
 
     def __init__(self) -> None:
         self._counters: dict[tuple[int, int], Tensor] = {}
+
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
 
     def reaches(self, tensor: Tensor) -> bool:
         return tensor.is_cuda

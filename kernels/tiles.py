@@ -42,9 +42,9 @@ class _Tensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GptqTiles(_Tensors):
-    """words int32 [strips, runs·64·bits] · scales [strips, groups, 8, 8], dtype as in the file · zeros uint8, alike ·
+    """words int32 [strips, runs·64·bits] · scales float16 or float32 [strips, groups, 8, 8] · zeros uint8, alike ·
     run_group int32 [runs] · group_shift: s where run r is of group r >> s throughout, else None ·
-    order int32 [runs·32], None where row r is input feature r."""
+    order int32 [runs·32], None where row r is input feature r · scale_dtype: of the file (bfloat16 is float32 here)."""
 
     words: Tensor
     scales: Tensor
@@ -55,6 +55,7 @@ class GptqTiles(_Tensors):
     bits: int
     in_features: int
     out_features: int
+    scale_dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,12 +122,12 @@ def gptq_tiles(codes: Tensor, weight: GptqWeight) -> GptqTiles:
     sizes = torch.bincount(weight.group, minlength=weight.scales.shape[0])
     order = _padded(weight.group.argsort(stable=True), sizes.tolist())
     run_group = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), -(-sizes // RUN))
-    zeros = pad_columns(weight.zeros)
+    zeros, half = pad_columns(weight.zeros), weight.scales.dtype == torch.float16
     rows = pad_columns(codes)[order.clamp(min=0)]
     rows = torch.where(order[:, None] < 0, zeros[run_group.repeat_interleave(RUN)], rows)
     return GptqTiles(
         words=tile(rows, weight.bits),
-        scales=tile_columns(pad_columns(weight.scales)),
+        scales=tile_columns(pad_columns(weight.scales if half else weight.scales.to(torch.float32))),
         zeros=tile_columns(zeros),
         run_group=run_group.to(torch.int32),
         group_shift=_shift_of(run_group),
@@ -134,6 +135,7 @@ def gptq_tiles(codes: Tensor, weight: GptqWeight) -> GptqTiles:
         bits=weight.bits,
         in_features=codes.shape[0],
         out_features=codes.shape[1],
+        scale_dtype=weight.scales.dtype,
     )
 
 

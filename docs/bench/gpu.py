@@ -41,6 +41,7 @@ def use_source_tree() -> None:
 use_source_tree()
 
 from quantkit.calibration.hessian import Hessian  # noqa: E402
+from quantkit.commands.kernel_check import KernelReport  # noqa: E402
 from quantkit.errors import BackendError  # noqa: E402
 from quantkit.formats.gptq import GptqCodec  # noqa: E402
 from quantkit.kernels.cuda import CudaBackend  # noqa: E402
@@ -103,6 +104,7 @@ def gptq(rows: int, out: int, bits: int, device: torch.device, group_size: int =
         bits=bits,
         in_features=rows,
         out_features=out,
+        scale_dtype=torch.float16,
     )
 
 
@@ -227,14 +229,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def check(backend: CudaBackend, device: torch.device) -> tuple[str, bool]:
-    outcomes = list(self_test(backend, device))
-    rows = []
-    for kernel in dict.fromkeys(outcome.kernel for outcome in outcomes):
-        own = [outcome for outcome in outcomes if outcome.kernel == kernel]
-        failed = [outcome.case for outcome in own if not outcome.passed]
-        worst = max(outcome.error for outcome in own)
-        rows.append([f"`{kernel}`", str(len(own)), f"{worst:.1e}", ", ".join(failed) or "all right"])
-    return table(["kernel", "cases", "largest error", "result"], rows), all(outcome.passed for outcome in outcomes)
+    report = KernelReport("", tuple(self_test(backend, device)))
+    return table(["kernel", "cases", "largest error", "result"], report.rows()), report.healthy
 
 
 def sanitize(tool: str) -> list[str]:
@@ -260,7 +256,7 @@ def main() -> int:
     except BackendError as error:
         say(f"error: {error.message}\nhint: {error.hint}\n")
         return error.exit_code
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = backend.device()
     results, right = check(backend, device)
     say(results)
     if options.self_test_only or not right:

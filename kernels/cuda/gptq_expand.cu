@@ -6,7 +6,7 @@
 // Traffic:   the tiles and scales read once, in·out values written
 // Needs:     sm_75
 // Budget:    128 registers, 16896 bytes shared, 128 threads
-// Variants:  BITS=2,3,4,5,6,8 SCALE=F16,BF16,F32 VALUE=F16,BF16,F32
+// Variants:  BITS=2,3,4,5,6,8 SCALE=F16,F32 VALUE=F16,BF16,F32
 // Contains:  LDG.128
 #define DTYPE MmaF16
 #include "gptq_tiles.cuh"

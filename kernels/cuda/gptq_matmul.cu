@@ -8,7 +8,7 @@
 // Needs:     sm_75, DTYPE=MmaBF16 sm_80
 // Below:     two m16n8k8 for each mma below sm_80; bfloat16 there: the weight is expanded and multiplied by the library
 // Budget:    255 registers, 36880 bytes shared, 256 threads
-// Variants:  BITS=2,3,4,5,6,8 TOKENS=8,16,32 DTYPE=MmaF16,MmaBF16 SCALE=F16,BF16,F32
+// Variants:  BITS=2,3,4,5,6,8 TOKENS=8,16,32 DTYPE=MmaF16,MmaBF16 SCALE=F16,F32
 // Contains:  LDG.128 HMMA.16816
 #include "gptq_tiles.cuh"
 #include "matmul.cuh"

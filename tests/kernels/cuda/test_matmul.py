@@ -131,9 +131,10 @@ def test_large_activations_do_not_overflow_inside() -> None:
     check(gptq(CudaBackend(ExecutorLauncher()), weight, x), x, REFERENCE.gptq_dequantize(weight))
 
 
-def test_restore_gives_the_words_back() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_restore_gives_the_words_back(dtype) -> None:
     backend = CudaBackend(ExecutorLauncher())
-    stored = random_weights.gptq(96, 40, 3, 32, act_order=True)
+    stored = random_weights.gptq(96, 40, 3, 32, act_order=True, dtype=dtype)
     back = backend.gptq_restore(backend.gptq_repack(stored))
     assert back.bits == 3
     assert all(torch.equal(getattr(back, name), getattr(stored, name)) for name in ("words", "scales", "zeros", "group"))
