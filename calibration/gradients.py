@@ -1,118 +1,188 @@
-"""What an error at each output of each linear does to the model: gradients from one streaming backward pass.
+"""Gradients at the outputs of every linear: a backward pass through a model of which one block is in memory.
 
-An error e_t at the outputs of a linear, for token t, moves the loss by about ½ (g_tᵀ e_t)², g_t its gradient there.
-With labels drawn from the model's own predictions, the mean of this is the second-order part of KL (Martens, arXiv
-1412.1193). A rounded weight errs in proportion to its input, so squares of gradients are weighed with |x_t|².
+The loss is that of labels drawn from the model's own predictions. The mean square of its gradients is the Fisher
+information, which is the curvature of KL (Martens, arXiv 1412.1193, section 9): what an error does to the model.
+
+The model runs forward once, and what enters each block is kept. Then block after block is read again, from the last to
+the first, run once more with autograd, and left with the gradient at its input. In memory are one block, what it
+computes for `BATCH_TOKENS` tokens, and the states that enter the blocks, unless they go to files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quantkit.calibration.stream import ActivationStream
-from quantkit.errors import CalibrationError
-from quantkit.models.architecture import Architecture
-from quantkit.models.block import Block
+from quantkit.models.architecture import Architecture, Stage
 from quantkit.models.config import ModelConfig
 from quantkit.models.fan import Activations
 from quantkit.models.rope import Rotary
 from quantkit.models.source import Device, Source
-from quantkit.models.transformer import Head, load_block, load_embedding, load_head
+from quantkit.models.streamed import StreamedBlocks
+from quantkit.models.transformer import Block, Embedding, Head, load_embedding, load_head
 from quantkit.progress import Progress
 
+BATCH_TOKENS = 1024
 LOGITS_AT_ONCE = 1 << 24
 
 
-def output_gradients(
+@dataclass(frozen=True, slots=True, eq=False)
+class StageGradients:
+    """One stage and one batch of tokens.
+
+    inputs   float32 [m, in]: what its linears read
+    outputs  float32 [m, out] of each linear, in the order of the stage: the gradients of the summed loss of all tokens
+    tokens   int64 [m]: where these tokens are in the text, row after row
+    """
+
+    stage: Stage
+    inputs: Tensor
+    outputs: tuple[Tensor, ...]
+    tokens: Tensor
+
+
+Watch = Callable[[StageGradients], None]
+
+
+def run_backward(
     source: Source,
     config: ModelConfig,
     architecture: Architecture,
     rows: Tensor,
+    watch: Watch,
     *,
     seed: int,
     dtype: torch.dtype,
     device: Device,
     folder: Path | None,
     progress: Progress,
-) -> dict[str, Tensor]:
-    """For each linear that a token reached: `Σ_t g_tn² |x_t|² / tokens` of each output n, float64 `[out]`.
+) -> None:
+    """Show every stage to `watch`, batch after batch, from the last block to the first.
 
-    rows    int64 [rows, length]: token ids; each row is one batch
+    rows    int64 [rows, length]: token ids
     seed    draws the labels
-    dtype   of the multiplications; float16 is taken as bfloat16, since gradients need the range
-    folder  an existing folder for the states that enter the blocks; None keeps them in memory
+    dtype   of the multiplications and of the states kept; float16 is taken as bfloat16, since gradients need the range
+    folder  an existing folder for the states, with nothing in it; None keeps them in memory
 
-    The model runs forward once, and what enters each block is kept; then block after block is read again, from the
-    last to the first, run with autograd and left with the gradient at its input. Raises CalibrationError where
-    gradients are not finite.
+    Raises CalibrationError where states or gradients between blocks are not finite.
     """
     dtype = torch.bfloat16 if dtype == torch.float16 else dtype
-    generator = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
-    layers = config.num_layers
+    blocks = StreamedBlocks(source, config, architecture, dtype, device)
     # Autograd refuses what inference mode has made, and the caller may be in it.
-    with torch.inference_mode(False), torch.no_grad(), progress.task("gradients", total=2 * layers) as task:
+    with torch.inference_mode(False), torch.no_grad(), progress.task("gradients", total=2 * len(blocks)) as task:
         rotary = Rotary.at(config.ropes, torch.arange(rows.shape[1], device=device)[None])
-        embedding = load_embedding(source, config, architecture, dtype, device)
-        entering = [_stream(iter([embedding(row[None].to(device)) for row in rows]), rows, folder, 0)]
-        for index in range(layers):
-            block = load_block(source, config, architecture, index, dtype, device)
-            outputs = (block.forward(hidden.to(device), rotary) for hidden in entering[-1].batches())
-            entering.append(_stream(outputs, rows, folder, index + 1))
+        walk = _Walk(rows, rotary, dtype, device, folder)
+        states = [walk.embed(load_embedding(source, config, architecture, dtype, device))]
+        for index in range(len(blocks)):
+            states.append(walk.follow(blocks[index], states[-1], index))
             task.advance(note=f"block {index}, forward")
-        head = load_head(source, config, architecture, dtype, device)
-        gradients = [_at_head(head, hidden.to(device), generator) for hidden in entering.pop().batches()]
-        for index in reversed(range(layers)):
-            block = load_block(source, config, architecture, index, dtype, device)
-            for row, hidden in enumerate(entering.pop().batches()):
-                gradients[row] = _through(block, hidden.to(device), rotary, gradients[row], found)
+        gradients = walk.draw(load_head(source, config, architecture, dtype, device), states.pop(), seed)
+        for index in reversed(range(len(blocks))):
+            walk.descend(blocks[index], states.pop(), gradients, index, watch)
             task.advance(note=f"block {index}, backward")
-    for name, sums in found.items():
-        if not bool(torch.isfinite(sums).all()):
-            raise CalibrationError(f"the gradients at `{name}` are not finite", hint="use `--dtype fp32`")
-        found[name] = sums / rows.numel()
-    return found
 
 
-def _stream(outputs: Iterator[Tensor], rows: Tensor, folder: Path | None, number: int) -> ActivationStream:
-    own = None
-    if folder is not None:
-        own = folder / f"block-{number}"
-        own.mkdir()
-    return ActivationStream.start(lambda _: next(outputs), rows, batch_rows=1, dtype=torch.bfloat16, folder=own)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Walk:
+    """The text on its way through the blocks and back."""
+
+    rows: Tensor
+    rotary: Rotary
+    dtype: torch.dtype
+    device: Device
+    folder: Path | None
+
+    def embed(self, embedding: Embedding) -> ActivationStream:
+        return ActivationStream.start(
+            lambda ids: embedding(ids.to(self.device)),
+            self.rows,
+            batch_rows=self._batch_rows,
+            dtype=self.dtype,
+            folder=self._place("block-0"),
+        )
+
+    def follow(self, block: Block, states: ActivationStream, index: int) -> ActivationStream:
+        """What the block makes of the states, beside them."""
+        return states.follow(
+            lambda hidden: block.forward(self._read(hidden), self.rotary),
+            f"block {index}",
+            folder=self._place(f"block-{index + 1}"),
+        )
+
+    def draw(self, head: Head, states: ActivationStream, seed: int) -> ActivationStream:
+        """The gradients where the head reads. Each token has a random number of its own, however rows are batched."""
+        chances = torch.rand(self.rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        batches = iter(chances.split(self._batch_rows))
+        return states.follow(
+            lambda hidden: _loss_gradient(head, self._read(hidden), next(batches).to(self.device)),
+            "the loss",
+            dtype=torch.float32,
+            folder=self._place("gradients"),
+        )
+
+    def descend(
+        self, block: Block, states: ActivationStream, gradients: ActivationStream, index: int, watch: Watch
+    ) -> None:
+        """Replace the gradients behind the block by those before it."""
+        entering = states.batches()
+        places = iter(torch.arange(self.rows.numel()).split(self._batch_rows * self.rows.shape[1]))
+
+        def run(gradient: Tensor) -> Tensor:
+            hidden, tokens = self._read(next(entering)), next(places)
+            into, stages = _through(block, hidden, self.rotary, gradient.to(self.device))
+            for seen, outputs in stages:
+                own = tokens if seen.tokens is None else tokens[seen.tokens.cpu()]
+                watch(StageGradients(seen.stage, seen.inputs.detach().to(torch.float32), outputs, own))
+            return into
+
+        gradients.advance(run, f"the backward pass of block {index}")
+
+    @property
+    def _batch_rows(self) -> int:
+        return max(1, BATCH_TOKENS // self.rows.shape[1])
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        return hidden.to(self.device, torch.float32)
+
+    def _place(self, name: str) -> Path | None:
+        if self.folder is None:
+            return None
+        place = self.folder / name
+        place.mkdir()
+        return place
 
 
-def _at_head(head: Head, hidden: Tensor, generator: torch.Generator) -> Tensor:
-    """The gradient of Σ_t -ln p(label_t) at the states `[1, s, hidden]` behind the last block, labels drawn from p."""
-    parts = []
-    for part in hidden.to(torch.float32).split(max(1, LOGITS_AT_ONCE // head.linear.out_features), dim=1):
-        states = part.clone().requires_grad_()
+def _loss_gradient(head: Head, hidden: Tensor, chances: Tensor) -> Tensor:
+    """Of Σ_t -ln p(label_t) at the states `[b, s, hidden]`; the label is where Σ p passes the chance, `[b, s]`."""
+    gradients = []
+    size = max(1, LOGITS_AT_ONCE // head.linear.out_features)
+    for part, chance in zip(hidden.flatten(0, 1).split(size), chances.flatten().split(size), strict=True):
+        states = part.detach().requires_grad_()
         with torch.enable_grad():
             logits = head(states)
         slope = logits.softmax(-1)  # minus 1 at the label: the gradient at the logits
-        cumulative = slope.cumsum(-1, dtype=torch.float64)
-        chances = torch.rand(*slope.shape[:2], 1, dtype=torch.float64, generator=generator).to(slope.device)
-        labels = torch.searchsorted(cumulative, chances * cumulative[..., -1:], right=True)
-        labels = labels.clamp(max=slope.shape[-1] - 1)
+        sums = slope.cumsum(-1, dtype=torch.float64)
+        labels = torch.searchsorted(sums, chance[:, None] * sums[:, -1:], right=True).clamp_(max=sums.shape[1] - 1)
         slope.scatter_add_(-1, labels, torch.full_like(labels, -1, dtype=slope.dtype))
-        parts.append(torch.autograd.grad(logits, states, slope)[0])
-    return torch.cat(parts, dim=1)
+        gradients.append(torch.autograd.grad(logits, states, slope)[0])
+    return torch.cat(gradients).reshape(hidden.shape)
 
 
-def _through(block: Block, hidden: Tensor, rotary: Rotary, gradient: Tensor, found: dict[str, Tensor]) -> Tensor:
-    """The gradient at the input of a block from that at its output; squares at its linears are added to `found`."""
+def _through(
+    block: Block, hidden: Tensor, rotary: Rotary, gradient: Tensor
+) -> tuple[Tensor, list[tuple[Activations, tuple[Tensor, ...]]]]:
+    """The gradient at the input of a block from that at its output, and those at the linears, float32 `[m, out]`."""
     seen: list[Activations] = []
-    entering = hidden.to(torch.float32).clone().requires_grad_()
+    entering = hidden.detach().requires_grad_()
     with torch.enable_grad():
         leaving = block.forward(entering, rotary, observe=seen.append)
     outputs = [output for activations in seen for output in activations.outputs]
-    into, *at_outputs = torch.autograd.grad(leaving, [entering, *outputs], gradient)
-    squares = iter(at_outputs)
-    for activations in seen:
-        energies = activations.inputs.detach().double().square().sum(1)
-        for name in activations.stage.linears:
-            rows = next(squares).flatten(0, -2).double().square()
-            found[name] = found.get(name, 0) + (energies @ rows).cpu()
-    return into
+    into, *found = torch.autograd.grad(leaving, [entering, *outputs], gradient)
+    left = iter(found)
+    return into, [
+        (activations, tuple(next(left).flatten(0, -2).to(torch.float32) for _ in activations.outputs))
+        for activations in seen
+    ]

@@ -68,6 +68,25 @@ class ActivationStream:
         for number in range(len(self._row_counts)):
             self._put(number, block(self._slots.get(number)), name)
 
+    def follow(
+        self,
+        block: Callable[[Tensor], Tensor],
+        name: str,
+        *,
+        dtype: torch.dtype | None = None,
+        folder: Path | None = None,
+    ) -> "ActivationStream":
+        """Another stream, of what the block makes of each batch; this one stays. Raises as `advance` does.
+
+        dtype   of the new one, by default that of this one
+        folder  as in `start`; not one that another stream uses
+        """
+        slots = _InMemory() if folder is None else _OnDisk(folder)
+        stream = ActivationStream(slots, self._row_counts, dtype or self._dtype)
+        for number in range(len(self._row_counts)):
+            stream._put(number, block(self._slots.get(number)), name)
+        return stream
+
     def _put(self, number: int, hidden: Tensor, name: str) -> None:
         finite = torch.isfinite(hidden).flatten(1).all(1)
         if not bool(finite.all()):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.gradients import output_gradients
+from quantkit.calibration import sensitivity
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.embedded import embedded
@@ -169,7 +169,7 @@ def _output_gradients(subject: Subject, folder: Path, seed: int, progress: Progr
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     try:
-        found = output_gradients(
+        found = sensitivity.measure(
             subject.checkpoint,
             subject.config,
             subject.architecture,
@@ -179,17 +179,15 @@ def _output_gradients(subject: Subject, folder: Path, seed: int, progress: Progr
             device=subject.placement.device,
             folder=folder if spills else None,
             progress=progress,
-        )
+        ).outputs
     finally:
         if spills:
             shutil.rmtree(folder, ignore_errors=True)
     kinds: dict[str, list[Tensor]] = {}
     for name, squares in found.items():
         kinds.setdefault(kind_of(name), []).append(squares)
-    for spec in subject.linears:
-        if spec.name not in found:
-            found[spec.name] = min(kinds[kind_of(spec.name)], key=lambda squares: float(squares.sum()))
-    return found
+    least = {kind: min(squares, key=lambda own: float(own.sum())) for kind, squares in kinds.items()}
+    return {spec.name: found.get(spec.name, least[kind_of(spec.name)]) for spec in subject.linears}
 
 
 def _layouts(spec: LinearSpec) -> dict[str, Layout]:

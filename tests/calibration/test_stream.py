@@ -35,6 +35,23 @@ def test_states_pass_through_the_blocks(tmp_path: Path, on_disk: bool, dtype: to
     assert torch.equal(torch.cat(list(stream.batches())), expected)
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_stream_that_follows_leaves_the_first_as_it_was(tmp_path: Path, on_disk: bool) -> None:
+    first = ActivationStream.start(_embed, ROWS, batch_rows=3, folder=tmp_path if on_disk else None)
+    folder = tmp_path / "second" if on_disk else None
+    if folder:
+        folder.mkdir()
+    second = first.follow(_block, "block 0", dtype=torch.bfloat16, folder=folder)
+    second.advance(_block, "block 1")
+    assert torch.equal(torch.cat(list(first.batches())), _embed(ROWS))
+    expected = _block(_block(_embed(ROWS)).bfloat16()).bfloat16()
+    batches = list(second.batches())
+    assert [len(batch) for batch in batches] == [3, 3, 1] and torch.equal(torch.cat(batches), expected)
+    assert next(first.follow(_block, "block 0").batches()).dtype == torch.float32
+    with pytest.raises(CalibrationError, match="block 9 gives NaN or infinity in calibration row 3"):
+        first.follow(lambda hidden: hidden / (hidden - TABLE[15]), "block 9")
+
+
 def test_files_do_not_multiply(tmp_path: Path) -> None:
     stream = ActivationStream.start(_embed, ROWS, batch_rows=2, folder=tmp_path)
     for index in range(4):

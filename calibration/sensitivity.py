@@ -1,0 +1,121 @@
+"""How much outputs and tokens matter to each linear: squares of the gradients that one backward pass finds.
+
+An error e at the outputs of a linear moves the loss by about ½ Σ_t (g_tᵀ e_t)², g_t the gradient of token t there.
+Where the errors of different outputs and tokens are taken as independent, what is left of g is a square for each output
+and one for each token. A rounded weight errs in proportion to its input, so the inputs weigh in both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.gradients import StageGradients, run_backward
+from quantkit.errors import CalibrationError
+from quantkit.models.architecture import Architecture, Stage
+from quantkit.models.config import ModelConfig
+from quantkit.models.source import Device, Source
+from quantkit.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenWeights:
+    """How often each token that reached a stage should count in its Hessian, on the average of its energy once.
+
+    For one linear that is |g_t|², scaled so that Σ weight · |x|² = Σ |x|² over the inputs x (GuidedQuant, arXiv
+    2505.07004, with one group); for linears that share their input it is the mean of theirs.
+
+    weights  float32 [k]
+    tokens   int64 [k]: where these tokens are in the text, row after row
+    """
+
+    weights: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sensitivity:
+    """What a backward pass over `tokens` tokens has found. What no token reached is not in it.
+
+    outputs  by linear: Σ_t g_tn² |x_t|² / tokens of each output n, float64 [out]
+    stages   by stage
+    """
+
+    tokens: int
+    outputs: Mapping[str, Tensor]
+    stages: Mapping[str, TokenWeights]
+
+
+def measure(
+    source: Source,
+    config: ModelConfig,
+    architecture: Architecture,
+    rows: Tensor,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: Device,
+    folder: Path | None,
+    progress: Progress,
+) -> Sensitivity:
+    """Run a text `rows`, int64 `[rows, length]`, forward and back; for the rest see `gradients.run_backward`.
+
+    Raises CalibrationError where states or gradients are not finite.
+    """
+    stages: dict[str, _Squares] = {}
+
+    def watch(found: StageGradients) -> None:
+        stages.setdefault(found.stage.name, _Squares(found.stage)).add(found)
+
+    run_backward(
+        source,
+        config,
+        architecture,
+        rows,
+        watch,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        folder=folder,
+        progress=progress,
+    )
+    return Sensitivity(
+        tokens=rows.numel(),
+        outputs={name: sums / rows.numel() for squares in stages.values() for name, sums in squares.outputs.items()},
+        stages={name: squares.token_weights() for name, squares in stages.items()},
+    )
+
+
+class _Squares:
+    """Of one stage, batch after batch."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.outputs: dict[str, Tensor] = {}
+        self._linears: dict[str, list[Tensor]] = {name: [] for name in stage.linears}
+        self._energies: list[Tensor] = []
+        self._tokens: list[Tensor] = []
+
+    def add(self, found: StageGradients) -> None:
+        energies = found.inputs.square().sum(1)
+        for (name, squares), gradients in zip(self._linears.items(), found.outputs, strict=True):
+            own = gradients.square()
+            sums = (energies @ own).double().cpu()
+            if not bool(torch.isfinite(sums).all()):
+                raise CalibrationError(f"the gradients at `{name}` are not finite", hint="use `--dtype fp32`")
+            self.outputs[name] = self.outputs.get(name, 0) + sums
+            squares.append(own.sum(1).cpu())
+        self._energies.append(energies.cpu())
+        self._tokens.append(found.tokens)
+
+    def token_weights(self) -> TokenWeights:
+        energies = torch.cat(self._energies).double()
+        weights = torch.stack([_scaled(torch.cat(squares).double(), energies) for squares in self._linears.values()])
+        return TokenWeights(weights.mean(0).float(), torch.cat(self._tokens))
+
+
+def _scaled(squares: Tensor, energies: Tensor) -> Tensor:
+    """Squares to weights that leave the sum of energies as it is; ones where no gradient says anything."""
+    weighted = (squares * energies).sum()
+    return squares * (energies.sum() / weighted) if float(weighted) > 0 else torch.ones_like(squares)
