@@ -1,6 +1,7 @@
 """The `quantkit` command. `main` is the one place where errors become words and exit codes."""
 
 import os
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -14,6 +15,7 @@ def main() -> None:
     try:
         from quantkit.console import prepare_streams
 
+        _end_like_interrupt()
         prepare_streams()
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # while modules are imported
@@ -73,6 +75,14 @@ def run(arguments: list[str]) -> int:
             hint = f"use less of it: fewer or shorter rows, a smaller model, or another machine; else {hint}"
         print_error(f"{type(error).__name__}: {error}", hint)
         return 1
+
+
+def _end_like_interrupt() -> None:
+    """SIGTERM of a scheduler and SIGHUP of a terminal that closes are Ctrl-C: half-written files go before the process
+    does. What the parent has set to be ignored (`nohup`) stays so."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 def _lacks_memory(error: Exception) -> bool:

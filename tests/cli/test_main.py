@@ -94,3 +94,15 @@ def test_interrupt_while_modules_are_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
+@pytest.mark.parametrize(("number", "ignored", "code"), [("TERM", False, 130), ("HUP", False, 130), ("HUP", True, 0)])
+def test_being_told_to_end_is_an_interrupt_unless_it_is_ignored(number: str, ignored: bool, code: int) -> None:
+    program = (
+        "import os, signal, sys\nfrom quantkit import cli\n"
+        f"if {ignored}: signal.signal(signal.SIG{number}, signal.SIG_IGN)\n"
+        f"def told(arguments): os.kill(os.getpid(), signal.SIG{number}); return 0\n"
+        "cli.run = told\ncli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "error: interrupted\n" if code else "")
