@@ -13,6 +13,7 @@ __version__ = VERSION
 
 _HOMES = {
     "quantize": "quantkit.commands.quantize",
+    "measure": "quantkit.commands.measure",
     "convert": "quantkit.commands.convert",
     "evaluate": "quantkit.commands.evaluate",
     "generate": "quantkit.commands.generate",

@@ -30,7 +30,7 @@ from quantkit.models.architecture import LinearSpec
 from quantkit.models.linear import Linear
 from quantkit.models.transformer import Rotary, load_block
 from quantkit.plan import kind_of
-from quantkit.progress import Progress
+from quantkit.progress import Progress, Tqdm
 from quantkit.settings import MeasureSettings
 from quantkit.solver.gptq import solve_together
 
@@ -90,6 +90,14 @@ class MeasureReport:
 
 GRADIENT_TOKENS = 8192
 SHOWN_BITS = (2.3, 3.2, 4.2, 5.2, 6.2)
+
+
+def measure(model: str | Path, out: str | Path, *, progress: Progress | None = None, **options: Any) -> MeasureReport:
+    """Measure `model` into the file `out`. Options are the fields of `quantkit.settings.MeasureSettings`.
+
+    report = quantkit.measure("models/llama", "llama.measurement.json", samples=64)
+    """
+    return run(MeasureSettings(str(model), Path(out), **options), progress or Tqdm())
 
 
 def run(settings: MeasureSettings, progress: Progress) -> MeasureReport:
