@@ -82,10 +82,12 @@ def perplexity(settings: PerplexitySettings, progress: Progress) -> PerplexityRe
     """
     placement = Placement.choose(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model)
+    context = checkpoint.model_config.context
     tokenizer = Tokenizer.open(checkpoint.path)
     source, text = _read(settings.text)
     ids = tokenizer.encode(text)
-    windows = _cut(settings.text, ids, tokenizer, checkpoint.model_config.context)
+    windows = _cut(settings.text, ids, tokenizer, context)
+    _require_known(windows, checkpoint)
     model = load_model(checkpoint, placement.device, placement.dtype)
     result = score(model, windows, progress, first=_first(settings.text))
     notes = checkpoint.notes + _bos_notes(model, tokenizer, windows, result, settings.text.bos)
@@ -97,11 +99,13 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport:
     CheckpointError for two models that split the text into different tokens."""
     placement = Placement.choose(settings.device, settings.dtype)
     checkpoints = open_checkpoint(settings.reference), open_checkpoint(settings.candidate)
+    context = min(checkpoint.model_config.context for checkpoint in checkpoints)
     tokenizer = Tokenizer.open(checkpoints[0].path)
     source, text = _read(settings.text)
     ids = tokenizer.encode(text)
-    context = min(checkpoint.model_config.context for checkpoint in checkpoints)
     windows = _cut(settings.text, ids, tokenizer, context)
+    for checkpoint in checkpoints:
+        _require_known(windows, checkpoint)
     notes = checkpoints[0].notes + checkpoints[1].notes + _tokenizer_notes(checkpoints[1], tokenizer, text, ids)
     reference, candidate = (load_model(checkpoint, placement.device, placement.dtype) for checkpoint in checkpoints)
     found = measure_divergence(reference, candidate, windows, progress, first=_first(settings.text))
@@ -140,6 +144,17 @@ def _cut(settings: TextSettings, ids: Sequence[int], tokenizer: Tokenizer, conte
     if list(ids[:1]) == [tokenizer.bos_id]:  # spelled out in the text: it still gets one only
         ids = ids[1:]
     return cut_windows(ids, settings.length, count, context, tokenizer.bos_id)
+
+
+def _require_known(windows: Tensor, checkpoint: Checkpoint) -> None:
+    """RequestError for ids that the model does not know, before its weights are read."""
+    highest, known = int(windows.max()), checkpoint.model_config.vocab_size
+    if highest >= known:
+        raise RequestError(
+            f"the text has token id {highest}, `{checkpoint.path}` knows {known} ids: "
+            "tokenizer and model do not belong together",
+            hint="copy the tokenizer files of the original model into the folder",
+        )
 
 
 def _first(settings: TextSettings) -> int:

@@ -180,6 +180,29 @@ def test_what_cannot_be_scored_is_refused_before_the_weights_are_read(settings, 
         perplexity(folder, texts / "rows.txt")
 
 
+def test_a_tokenizer_of_another_model_is_refused_before_the_weights_are_read(folder, tmp_path, texts):
+    small = tiny.write_model(tmp_path / "model", vocab_size=100)
+    tiny.write_tensors(small, {})
+    for measure in (
+        lambda: perplexity(small, texts / "rows.txt"),
+        lambda: compare(small, folder, texts / "rows.txt"),
+        lambda: compare(folder, small, texts / "rows.txt"),
+    ):
+        with pytest.raises(RequestError, match=f"`{small}` knows 100 ids: tokenizer and model do not belong together"):
+            measure()
+
+
+def test_a_model_that_cannot_be_computed_is_refused_before_the_text_is_read(folder, tmp_path):
+    other = tiny.write_model(tmp_path / "model", rope_scaling={"type": "spiral"})
+    for measure in (
+        lambda: perplexity(other, tmp_path / "absent.txt"),
+        lambda: compare(other, folder, tmp_path / "absent.txt"),
+        lambda: compare(folder, other, tmp_path / "absent.txt"),
+    ):
+        with pytest.raises(CheckpointError, match="unknown rope type `spiral`"):
+            measure()
+
+
 def test_empty_and_absent_text(folder, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(CalibrationError, match="the text has 0 tokens"):
