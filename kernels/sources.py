@@ -31,6 +31,7 @@ class Source:
     text: str
     entries: tuple[str, ...]
     reference: str
+    traffic: str
     needs: dict[str, int]
     registers: int
     shared_bytes: int
@@ -57,6 +58,7 @@ def source(name: str) -> Source:
         text=text,
         entries=tuple(re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(', text)),
         reference=head["Reference"],
+        traffic=head["Traffic"],
         needs={condition: int(architecture) for condition, architecture in needs.items()},
         registers=budget[0],
         shared_bytes=budget[1],

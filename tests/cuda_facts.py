@@ -24,7 +24,7 @@ LIMITS = {75: (1024, 16, 65536), 80: (2048, 32, 167936), 86: (1536, 16, 102400),
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Of one kernel in one cubin. `mix` counts machine instructions, and is empty where nvdisasm is not installed."""
+    """Of one kernel in one cubin. `spilled_bytes` are of local memory, for whatever reason; `mix` counts machine instructions, and is empty where nvdisasm is not installed."""
 
     registers: int
     spilled_bytes: int
@@ -51,7 +51,7 @@ def facts(kernel: Source, defines: Defines, architecture: int) -> dict[str, Fact
     for part in re.split(r"Compiling entry function '", cubin.log)[1:]:
         name = part[: part.index("'")]
         registers = int(re.search(r"Used (\d+) registers", part)[1])
-        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
+        spilled = sum(map(int, re.findall(r"(\d+) bytes (?:spill|stack)", part)))
         shared = re.search(r"(\d+) bytes smem", part)
         found[name] = Facts(registers, spilled, int(shared[1]) if shared else 0, _mix(cubin.code, name))
     return found
@@ -75,21 +75,41 @@ def disassembler() -> str | None:
     return next(map(str, wheels), shutil.which("nvdisasm"))
 
 
-def _table() -> str:
+def _rows() -> list[str]:
+    """One line for each kernel, its costliest variants in mind: the first and the last that it lists."""
     lines = []
     for name in names():
         kernel = source(name)
-        for variant in kernel.variants:
-            cells, label = [], " ".join(f"{key}={value}" for key, value in variant.items())
-            for architecture in (80, 89, 90):
-                if architecture >= kernel.least_architecture(variant):
-                    for fact in facts(kernel, variant, architecture).values():
-                        share = fact.occupancy(architecture, kernel.threads)
-                        mix = f"{fact.count('LDG.128')} / {fact.count('HMMA')}"
-                        cells.append(f"{fact.registers} / {fact.spilled_bytes} / {fact.shared_bytes} / {share:.0%} / {mix}")
-            lines.append(f"| `{name}` | {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = []
+        for architecture in (80, 89, 90):
+            found = [
+                fact
+                for variant in (kernel.variants[0], kernel.variants[-1])
+                if architecture >= kernel.least_architecture(variant)
+                for fact in facts(kernel, variant, architecture).values()
+            ]
+            registers, shared = (max(getattr(fact, what) for fact in found) for what in ("registers", "shared_bytes"))
+            spilled = sum(fact.spilled_bytes for fact in found)
+            occupancy = min(fact.occupancy(architecture, kernel.threads) for fact in found)
+            mix = f"{min(fact.count('LDG.128') for fact in found)} / {min(fact.count('HMMA') for fact in found)}"
+            cells.append(f"{registers} / {spilled} / {shared} / {occupancy:.0%} / {mix}")
+        reference = f"`{kernel.reference}`"
+        lines.append(f"| `{name}` | {len(kernel.variants)} | {reference} | {kernel.traffic} | {' | '.join(cells)} |")
+    return lines
 
+
+HEAD = """# The CUDA kernels, without a GPU
+
+    python tests/cuda_facts.py > docs/results/cuda-kernels.md
+
+What NVRTC {version} makes of each kernel: registers / bytes of local memory / bytes of shared memory / share of a multiprocessor's threads that can
+be resident / loads of 16 bytes / tensor-core instructions. Registers, memory and occupancy are those of the costlier, the instructions those of the
+leaner of two variants, the first and the last that the source lists. Every variant, on sm_75 to sm_120, is held to the budget of its source by
+`make proof`; every kernel runs on the CPU, in `tests/kernels/cuda/test_every_kernel.py`. Nothing here is a speed: that needs a card (`make gpu-check`).
+
+| kernel | variants | reference | floor | sm_80 | sm_89 | sm_90 |
+| --- | --- | --- | --- | --- | --- | --- |"""
 
 if __name__ == "__main__":
-    print(_table())
+    print(HEAD.format(version=".".join(map(str, nvrtc.library().version))))
+    print("\n".join(_rows()))

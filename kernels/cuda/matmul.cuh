@@ -1,10 +1,10 @@
 // y[m, out] = x[m, in] · weight, the part that GPTQ and EXL2 share: activations in shared memory, weights straight to registers,
 // k split over warps and blocks, every sum in a fixed order.
 //
-// A block makes TOKENS rows of y for STRIPS strips of 64 columns, from the runs (32 rows of the weight) of one split. Warp
-// (n, k) takes strip n and, of each chunk of runs in shared memory, a consecutive part; its words of the next run are on their
-// way while it multiplies. Warps of one strip add up in the order of k. Splits leave float32 partial sums in global memory, and the block that
-// arrives last adds them in the order of the splits: the same bits whatever the schedule.
+// A block makes T rows of y for a few strips of 64 columns, from the runs (32 rows of the weight) of one split. Warp (n, part)
+// takes strip n and, of each chunk of runs in shared memory, a consecutive part; its words of the next runs are on their way while
+// it multiplies. Warps of one strip add up in the order of their parts. Splits leave float32 partial sums in global memory, and the
+// block that arrives last adds them in the order of the splits: the same bits whatever the schedule.
 #pragma once
 #include "tiles.cuh"
 
@@ -98,8 +98,8 @@ INTRIN void finish(float (*sums)[T / 8][4], u16* y, float* partial, int* arrived
 //   start(W::Tile& tile, int run)               loads of the words of a tile, no use of them
 //   fetch(W::Group& group, int run)             loads of the scales of a run's group, unless that is the group already there
 //   weights<X>(W::Tile& tile, W::Scales& scales, use)    each_fragment of tiles.cuh
-// W::Scales is made of a W::Group by `enter`, when its first tile is multiplied.
-// and `ahead`, how many tiles a warp keeps in registers: 2 or 4. X is the element type of mma, T the tokens of a block.
+// W::Scales is made of a W::Group by `enter`, when its first tile is multiplied; W::ahead, 2 or 4, is how many tiles a warp keeps in
+// registers. X is the element type of mma, T the tokens of a block.
 //
 // `partial` float32 [tiles of y, splits, T, columns] and `arrived` int32 [tiles of y], all 0 before and after, serve splits.
 template <class X, int T, class W>

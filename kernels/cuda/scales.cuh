@@ -7,6 +7,7 @@ struct BF16 { u16 bits; };
 typedef float F32;
 
 INTRIN float to_float(F16 h) { return float_of_f16(h.bits); }
+INTRIN float to_float(BF16 h) { return float_of_bf16(h.bits); }
 INTRIN float to_float(F32 f) { return f; }
 
 // EXL2: S = f16((c + 1)² · f16(maximum / 256)) for a 4-bit scale code c; both roundings are part of the format.
