@@ -136,6 +136,8 @@ class GptqCodec:
             raise FormatError(f"GPTQ holds 2, 3, 4 or 8 bits, not {self.bits}", hint="use `--bits 4`")
         if self.group_size != -1 and self.group_size < 1:
             raise FormatError(f"group size {self.group_size} is neither -1 nor above 0", hint="use `--group-size 128`")
+        if self.group_size >= 2**31:  # other readers keep it in 32 bits
+            raise FormatError(f"group size {self.group_size} is larger than any weight", hint="use `--group-size -1`")
         if self.checkpoint_format not in gptq_config.CHECKPOINT_FORMATS:
             raise FormatError(f"expected checkpoint format `gptq` or `gptq_v2`, found `{self.checkpoint_format}`")
 
@@ -256,7 +258,7 @@ def _refusal(in_features: int, out_features: int) -> str | None:
 
 
 def _rows_of_group(settings: GptqSettings, in_features: int) -> int:
-    return in_features if settings.group_size == -1 else settings.group_size
+    return in_features if settings.group_size == -1 else min(settings.group_size, in_features)
 
 
 def _misfit(name: str, suffix: str, expected: str, found: Tensor) -> FormatError:

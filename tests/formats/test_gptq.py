@@ -1,5 +1,6 @@
 """GPTQ linears: files of other tools, bytes by hand, round trips, refusals."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -178,11 +179,23 @@ def test_shapes_that_cannot_be_packed_are_refused_in_words(shape: tuple[int, int
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"bits": 5}, "2, 3, 4 or 8 bits, not 5"), ({"group_size": 0}, "group size 0"), ({"checkpoint_format": "v3"}, "found `v3`")],
+    [
+        ({"bits": 5}, "2, 3, 4 or 8 bits, not 5"),
+        ({"group_size": 0}, "group size 0"),
+        ({"group_size": 2**31}, "group size 2147483648 is larger than any weight"),
+        ({"checkpoint_format": "v3"}, "found `v3`"),
+    ],
 )
 def test_codec_refuses_what_no_file_holds(options: dict, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         GptqCodec(**options)
+
+
+def test_a_group_larger_than_the_weight_is_one_group() -> None:
+    tensor, chosen = stored(group_size=1000)
+    for group_size in (1000, -1, 10**30):
+        decoded = gptq.decode("m", tensor.tensors(), dataclasses.replace(chosen, group_size=group_size))
+        assert torch.equal(decoded.dequantize(), tensor.dequantize())
 
 
 @settings(max_examples=25, deadline=None)
