@@ -35,15 +35,21 @@ class Hessian:
         self._share = token_share
         self._sum = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
         self._chunk = torch.empty(CHUNK_TOKENS, in_features, dtype=torch.float32, device=device)
+        self._counts = torch.empty(CHUNK_TOKENS, dtype=torch.float32, device=device)
         self._filled = 0
 
-    def add(self, x: Tensor) -> None:
-        """Inputs `[m, in]` of any float dtype. Raises CalibrationError at the first NaN or infinity."""
+    def add(self, x: Tensor, counts: Tensor | None = None) -> None:
+        """Inputs `[m, in]` of any float dtype. Raises CalibrationError at the first NaN or infinity.
+
+        counts  float32 [m]: how often each token is in the sum, in place of once; the mean is over all tokens as before
+        """
+        counts = torch.ones(len(x)) if counts is None else counts
         while len(x):
-            part = x[: CHUNK_TOKENS - self._filled]
-            self._chunk[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            x = x[len(part) :]
+            room = slice(self._filled, min(self._filled + len(x), CHUNK_TOKENS))
+            taken = room.stop - room.start
+            self._chunk[room], self._counts[room] = x[:taken], counts[:taken]
+            x, counts = x[taken:], counts[taken:]
+            self._filled = room.stop
             if self._filled == CHUNK_TOKENS:
                 self._multiply()
 
@@ -62,7 +68,7 @@ class Hessian:
             square = total[start:end, start:end]
             square.copy_(square.triu() + square.triu(1).T)
             total[end:, start:end] = total[start:end, end:].T
-        del self._sum, self._chunk
+        del self._sum, self._chunk, self._counts
         return total.div_(self.tokens)
 
     def _multiply(self) -> None:
@@ -70,8 +76,10 @@ class Hessian:
         norms = torch.linalg.vector_norm(rows, dim=1)
         if not bool(torch.isfinite(norms).all()):
             raise self._not_finite(rows, norms)
+        counts = self._counts[: self._filled]
         if self._share:
-            rows.mul_(self._token_weights(norms).sqrt()[:, None])
+            counts.mul_(self._token_weights(norms))
+        rows.mul_(counts.sqrt()[:, None])
         for start in range(0, len(self._sum), PANEL_COLUMNS):
             panel = rows[:, start : start + PANEL_COLUMNS]
             self._sum[start : start + PANEL_COLUMNS, start:].addmm_(panel.T, rows[:, start:])

@@ -19,6 +19,8 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.source import Device, Source
 from quantkit.progress import Progress
 
+GRADIENT_SHARE = 0.25
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenWeights:
@@ -46,6 +48,19 @@ class Sensitivity:
     tokens: int
     outputs: Mapping[str, Tensor]
     stages: Mapping[str, TokenWeights]
+
+    def counts(self, stage: str, total: int, share: float = GRADIENT_SHARE) -> Tensor | None:
+        """How often each token should count, of a text of `total` tokens that begins with those measured.
+
+        This makes the Hessian `(1 - s) H + s H'`: H of all tokens; H' of those measured, weighted by their gradients,
+        its mean diagonal that of H. float32 [total]; None where no token reached the stage.
+        """
+        if stage not in self.stages:
+            return None
+        found = self.stages[stage]
+        counts = torch.full((total,), 1 - share)
+        counts[found.tokens] += share * total / self.tokens * found.weights
+        return counts
 
 
 def measure(

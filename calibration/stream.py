@@ -25,9 +25,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class ActivationStream:
-    """Hidden states of all calibration rows between two blocks, in batches of whole rows."""
+    """Hidden states of all calibration rows, `tokens` of them, between two blocks, in batches of whole rows."""
 
-    def __init__(self, slots: "_Slots", row_counts: list[int], dtype: torch.dtype) -> None:
+    def __init__(self, slots: "_Slots", row_counts: list[int], length: int, dtype: torch.dtype) -> None:
+        self.tokens = sum(row_counts) * length
+        self._length = length
         self._slots = slots
         self._row_counts = row_counts
         self._dtype = dtype
@@ -53,7 +55,7 @@ class ActivationStream:
         assert dtype in DTYPES, "float16 ends at 65504: residual streams reach it"
         parts = rows.split(batch_rows)
         slots = _InMemory() if folder is None else _OnDisk(folder)
-        stream = cls(slots, [len(part) for part in parts], dtype)
+        stream = cls(slots, [len(part) for part in parts], rows.shape[1], dtype)
         for number, part in enumerate(parts):
             stream._put(number, embed(part), "the embedding")
         return stream
@@ -82,7 +84,7 @@ class ActivationStream:
         folder  as in `start`; not one that another stream uses
         """
         slots = _InMemory() if folder is None else _OnDisk(folder)
-        stream = ActivationStream(slots, self._row_counts, dtype or self._dtype)
+        stream = ActivationStream(slots, self._row_counts, self._length, dtype or self._dtype)
         for number in range(len(self._row_counts)):
             stream._put(number, block(self._slots.get(number)), name)
         return stream

@@ -15,6 +15,7 @@ class QuantizeSettings:
     group_size: int = 128
     sym: bool = True
     act_order: bool = False
+    effort: str = "default"
     calibration: str = "bundled"
     samples: int = 128
     length: int = 512

@@ -24,6 +24,15 @@ def quantize(
     act_order: Annotated[
         bool, typer.Option("--act-order", help="GPTQ: groups of inputs alike in activation: better, slower to run.")
     ] = False,
+    effort: Annotated[
+        str,
+        typer.Option(
+            "--effort",
+            help="nearest: rounded, without calibration, in seconds. fast: errors are passed on to where they do least "
+            "harm, about two forward passes over the text. default: and tokens weighed by their gradients, about three "
+            "more over 8,192 tokens; the least damage.",
+        ),
+    ] = "default",
     bpw: Annotated[
         str | None,
         typer.Option(
@@ -70,6 +79,7 @@ def quantize(
         group_size=group_size,
         sym=sym,
         act_order=act_order,
+        effort=effort,
         bpw=rates[0] if rates else None,
         head_bits=head_bits,
         include_head=include_head,

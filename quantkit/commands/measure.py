@@ -6,7 +6,6 @@ gradients at the outputs, and errors of different outputs and tokens taken as in
 nats of KL, the Fisher form ½ tr(G ΔWᵀ H ΔW).
 """
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration import sensitivity
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.embedded import embedded
 from quantkit.commands.quantize_block import ReadyStage, naming, ready_stages
 from quantkit.commands.quantize_job import Subject, choose_placement, open_subject, require_finite
+from quantkit.commands.sensitivity import run_backward
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.formats.codec import Layout
 from quantkit.formats.exl2 import Exl2Codec
@@ -88,7 +87,6 @@ class MeasureReport:
         return {"out": str(self.out), **self.measurement.as_json()}
 
 
-GRADIENT_TOKENS = 8192
 SHOWN_BITS = (2.3, 3.2, 4.2, 5.2, 6.2)
 
 
@@ -107,16 +105,20 @@ def run(settings: MeasureSettings, progress: Progress) -> MeasureReport:
     subject = open_subject(checkpoint, settings, placement)
     require_finite(checkpoint, progress)
     folder = settings.out.expanduser().absolute().with_name(f".{settings.out.name}.activations")
-    measurement = measure_model(subject, folder, settings.calibration, settings.seed, progress)
+    squares = run_backward(subject, folder, settings.seed, progress).found.outputs
+    measurement = measure_model(subject, folder, squares, settings.calibration, settings.seed, progress)
     measurement.save(settings.out)
     return MeasureReport(settings.out, measurement)
 
 
 @torch.inference_mode()
-def measure_model(subject: Subject, folder: Path, source: str, seed: int, progress: Progress) -> Measurement:
+def measure_model(
+    subject: Subject, folder: Path, squares: Mapping[str, Tensor], source: str, seed: int, progress: Progress
+) -> Measurement:
     """Every linear of the blocks in every candidate layout.
 
-    folder  of the caller's own, for hidden states that are too many for the memory
+    folder   of the caller's own, for hidden states that are too many for the memory
+    squares  of the gradients at the outputs of each linear, by `calibration.sensitivity`
     source, seed  where the rows of text come from, to be noted
 
     Raises CalibrationError for activations or gradients that are not finite.
@@ -137,7 +139,7 @@ def measure_model(subject: Subject, folder: Path, source: str, seed: int, progre
         for name, spec in specs.items()
         if name not in wanted
     }
-    squares = _output_gradients(subject, folder, seed, progress)
+    squares = _with_unreached(squares, subject)
     device, dtype = subject.placement.device, subject.placement.dtype
     rotary = Rotary.at(subject.config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
     with embedded(subject, folder) as stream, progress.task("measure", total=len(wanted)) as task:
@@ -168,29 +170,8 @@ def measure_model(subject: Subject, folder: Path, source: str, seed: int, progre
     )
 
 
-def _output_gradients(subject: Subject, folder: Path, seed: int, progress: Progress) -> dict[str, Tensor]:
-    """From the first rows of the text: a few thousand tokens say enough. Experts that none of them reached are taken to
-    matter as little as the least of their siblings."""
-    rows = subject.rows[: max(1, GRADIENT_TOKENS // subject.rows.shape[1])]
-    spills = subject.spilled_bytes > 0
-    if spills:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-    try:
-        found = sensitivity.measure(
-            subject.checkpoint,
-            subject.config,
-            subject.architecture,
-            rows,
-            seed=seed,
-            dtype=subject.placement.dtype,
-            device=subject.placement.device,
-            folder=folder if spills else None,
-            progress=progress,
-        ).outputs
-    finally:
-        if spills:
-            shutil.rmtree(folder, ignore_errors=True)
+def _with_unreached(found: Mapping[str, Tensor], subject: Subject) -> dict[str, Tensor]:
+    """Experts that no token of the backward pass reached matter as little as the least of their siblings."""
     kinds: dict[str, list[Tensor]] = {}
     for name, squares in found.items():
         kinds.setdefault(kind_of(name), []).append(squares)

@@ -7,6 +7,8 @@ compared with what was solved before it takes its place, and measured against th
 
 import re
 import time
+from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration import text
+from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.commands.effort import choose_effort
 from quantkit.commands.embedded import embedded
-from quantkit.commands.quantize_block import SolvedLinear, solve_block, solve_head
+from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
 from quantkit.commands.quantize_exl2 import check_format, choose_recipe
 from quantkit.commands.quantize_job import (
     QuantizeJob,
@@ -28,7 +32,8 @@ from quantkit.commands.quantize_job import (
     prepare,
     require_finite,
 )
-from quantkit.commands.quantize_report import Calibration, Cost, Damage, LinearResult, QuantizeReport
+from quantkit.commands.quantize_report import Calibration, Cost, Damage, Gradients, LinearResult, QuantizeReport
+from quantkit.commands.sensitivity import run_backward
 from quantkit.errors import RequestError
 from quantkit.evaluators import divergence
 from quantkit.formats.dense import DenseTensor
@@ -60,16 +65,19 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
     """
     start = time.monotonic(), time.process_time()
     check_format(settings)
+    effort = choose_effort(settings)
     placement = choose_placement(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model)
     with CheckpointWriter(settings.out, source=checkpoint.path, overwrite=settings.overwrite) as writer:
-        subject = open_subject(checkpoint, settings, placement)
+        subject = open_subject(checkpoint, settings if effort.calibrates else None, placement)
         folder = settings.out.expanduser().absolute().with_name(f".{settings.out.name}.activations")
-        recipe = choose_recipe(settings, subject, folder, progress)
-        job = prepare(subject, recipe, settings.out, settings.strict)
+        backward = cache(partial(run_backward, subject, folder, settings.seed, progress))
+        recipe = choose_recipe(settings, subject, folder, backward, progress)
+        job = prepare(subject, recipe, settings.out, settings.strict, weighs=effort.weighs)
         _announce(job, progress)
         require_finite(checkpoint, progress)
-        results, receipt = _quantize(job, writer, folder, progress)
+        weighed = backward() if effort.weighs else None
+        results, receipt = _quantize(job, writer, folder, weighed.found if weighed else None, progress)
         job.plan.check_done(result.name for result in results)
         _pass_through(job, writer, receipt)
         files = _finish(job, writer, receipt, settings.calibration)
@@ -78,6 +86,7 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
     return QuantizeReport(
         out=settings.out,
         format=recipe.name,
+        effort=effort.name,
         settings=recipe.settings(),
         backend=f"{placement.backend}: {placement.reason}",
         plan=job.plan,
@@ -85,13 +94,14 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
         parameters=subject.parameters,
         size_bytes=sum(file.stat().st_size for file in files if file.suffix == ".safetensors"),
         calibration=Calibration(
-            source=settings.calibration,
-            rows=settings.samples,
-            length=settings.length,
+            source=settings.calibration if effort.calibrates else "none",
+            rows=subject.rows.shape[0],
+            length=subject.rows.shape[1],
             seed=settings.seed,
             device=placement.device,
             dtype=placement.dtype_name,
         ),
+        gradients=Gradients(weighed.found.tokens, weighed.seconds, weighed.cpu_seconds) if weighed else None,
         cost=Cost(*spent, *(_spent_since(start) if settings.evaluate else spent)),
         damage=damage,
     )
@@ -106,20 +116,23 @@ def _announce(job: QuantizeJob, progress: Progress) -> None:
         progress.say(f"note: {remark}")
     rows, length = subject.rows.shape
     placement = subject.placement
-    progress.say(f"calibration: {rows} × {length} tokens, {placement.dtype_name} on {placement.device}")
+    read = f"{rows} × {length} tokens, {placement.dtype_name} on {placement.device}" if rows else "none"
+    progress.say(f"calibration: {read}")
 
 
 @torch.inference_mode()
 def _quantize(
-    job: QuantizeJob, writer: CheckpointWriter, folder: Path, progress: Progress
+    job: QuantizeJob, writer: CheckpointWriter, folder: Path, sensitivity: Sensitivity | None, progress: Progress
 ) -> tuple[list[LinearResult], Receipt]:
-    """The loop over blocks. Nothing of a block outlives it but its line of the report and its digests."""
+    """The loop over blocks. Nothing of a block outlives it but its line of the report and its digests. Without text its
+    linears are rounded to nearest."""
     results: list[LinearResult] = []
     receipt = Receipt()
     subject, codecs = job.subject, job.codecs
     source, device, dtype = subject.checkpoint, subject.placement.device, subject.placement.dtype
     rotary = Rotary.at(subject.config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
-    with embedded(subject, folder) as stream, progress.task("quantize", total=len(job.plan.work)) as task:
+    states = embedded(subject, folder) if len(subject.rows) else nullcontext()
+    with states as stream, progress.task("quantize", total=len(job.plan.work)) as task:
 
         def keep(solved: SolvedLinear, place: str) -> DenseTensor:
             name, stored = solved.result.name, solved.stored
@@ -132,8 +145,12 @@ def _quantize(
 
         for index in range(subject.config.num_layers):
             block = load_block(source, subject.config, subject.architecture, index, dtype, device)
+            if stream is None:
+                for solved in round_block(block, codecs):
+                    keep(solved, f"block {index}")
+                continue
             rounded: dict[str, DenseTensor] = {}
-            for solved in solve_block(block, stream, rotary, codecs):
+            for solved in solve_block(block, stream, rotary, codecs, sensitivity):
                 rounded[solved.result.name] = keep(solved, f"block {index}")
             if index + 1 == subject.config.num_layers and job.plan.head is None:
                 break
@@ -144,7 +161,7 @@ def _quantize(
                 return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next block is read
 
             stream.advance(run_block, f"block {index}")
-        if job.plan.head is not None:
+        if stream is not None and job.plan.head is not None:
             head = load_head(source, subject.config, subject.architecture, dtype, device)
             keep(solve_head(head, stream, codecs), "head")
     return results, receipt

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quantkit.calibration.hessian import CHUNK_TOKENS, TOKEN_SHARE, Hessian
+from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
 from quantkit.commands.quantize_report import LinearResult
 from quantkit.errors import FormatError, GateError
@@ -30,6 +32,8 @@ from quantkit.solver.inverse import DAMPING, Factor, factor
 HESSIAN_BYTES = 2 << 30
 FEWEST_TOKENS_PER_INPUT = 0.25
 """An expert with fewer tokens than a quarter of its input features gets the Hessian of all experts of its block."""
+
+UNKNOWN = "no token of the backward pass reached this expert: its Hessian is token-normalised instead"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,14 +61,27 @@ class ReadyStage:
 
 
 def solve_block(
-    block: Block, stream: ActivationStream, rotary: Rotary, codecs: Mapping[str, Codec]
+    block: Block,
+    stream: ActivationStream,
+    rotary: Rotary,
+    codecs: Mapping[str, Codec],
+    sensitivity: Sensitivity | None = None,
 ) -> Iterator[SolvedLinear]:
     """Solve the linears of `block` that have a codec, stage after stage. The block itself is not changed.
 
+    sensitivity  of the first rows of the text in `stream`: what tokens matter. Without it, as well as for experts that
+                 none of its tokens reached, Hessians are mixed with token-normalised ones.
+
     Raises CalibrationError for inputs that are not finite, FormatError for weights that the codec cannot hold.
     """
-    for ready in ready_stages(block, stream, rotary, codecs):
+    for ready in ready_stages(block, stream, rotary, codecs, sensitivity):
         yield from solve_stage(block.linears, ready, codecs)
+
+
+def round_block(block: Block, codecs: Mapping[str, Codec]) -> Iterator[SolvedLinear]:
+    """Round the linears of `block` that have a codec to nearest. Raises FormatError as `solve_block` does."""
+    for stage in _chosen_stages(block, codecs):
+        yield from solve_stage(block.linears, ReadyStage(stage.linears, None, 0), codecs)
 
 
 def solve_head(head: Head, stream: ActivationStream, codecs: Mapping[str, Codec]) -> SolvedLinear:
@@ -81,7 +98,11 @@ def solve_head(head: Head, stream: ActivationStream, codecs: Mapping[str, Codec]
 
 
 def ready_stages(
-    block: Block, stream: ActivationStream, rotary: Rotary, names: Container[str]
+    block: Block,
+    stream: ActivationStream,
+    rotary: Rotary,
+    names: Container[str],
+    sensitivity: Sensitivity | None = None,
 ) -> Iterator[ReadyStage]:
     """The stages of `block`, only linears among `names` in them, each with the factor of its Hessian."""
     linears = block.linears
@@ -90,7 +111,7 @@ def ready_stages(
     pools: dict[str, _Pool] = {}
     starved: list[tuple[Stage, int]] = []
     for part in _passes(stages, linears):
-        observed = _observe(block, part, stream, rotary)
+        observed = _observe(block, part, stream, rotary, sensitivity)
         for stage in part:
             kind, (hessian, tokens) = kind_of(stage.name), observed.pop(stage.name)
             if siblings[kind] > 1:
@@ -100,7 +121,8 @@ def ready_stages(
                     continue
             found = None if hessian is None else factor(hessian, name=stage.linears[0])
             del hessian
-            yield ReadyStage(stage.linears, found, tokens)
+            unknown = sensitivity is not None and stage.name not in sensitivity.stages
+            yield ReadyStage(stage.linears, found, tokens, UNKNOWN if found and unknown else None)
     for stage, tokens in starved:
         shared = pools[kind_of(stage.name)].mean()
         found = None if shared is None else factor(shared, name=stage.linears[0])
@@ -110,7 +132,7 @@ def ready_stages(
 
 
 class _Pool:
-    """The mean Hessian of sibling stages, each counted by its tokens."""
+    """The mean Hessian of sibling stages, each scaled to a unit mean diagonal and counted by its tokens."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -119,7 +141,7 @@ class _Pool:
     def add(self, hessian: Tensor | None, tokens: int) -> None:
         if hessian is not None:
             self._sum = torch.zeros_like(hessian) if self._sum is None else self._sum
-            self._sum.add_(hessian, alpha=tokens)
+            self._sum.add_(hessian, alpha=tokens / (float(hessian.diagonal().mean()) or 1.0))
             self._tokens += tokens
 
     def mean(self) -> Tensor | None:
@@ -149,23 +171,36 @@ def _passes(stages: Sequence[Stage], linears: Mapping[str, Linear]) -> Iterator[
 
 
 def _observe(
-    block: Block, stages: Sequence[Stage], stream: ActivationStream, rotary: Rotary
+    block: Block,
+    stages: Sequence[Stage],
+    stream: ActivationStream,
+    rotary: Rotary,
+    sensitivity: Sensitivity | None,
 ) -> dict[str, tuple[Tensor | None, int]]:
     """One pass over the calibration text: the Hessian of each stage, None where no token reached it, and the tokens."""
     linears = block.linears
     hessians: dict[str, Hessian] = {}
+    counts: dict[str, Tensor | None] = {}
     for stage in stages:
         first = linears[stage.linears[0]]
-        hessians[stage.name] = Hessian(first.in_features, first.name, token_share=TOKEN_SHARE, device=first.device)
+        counts[stage.name] = sensitivity and sensitivity.counts(stage.name, stream.tokens)
+        share = TOKEN_SHARE if counts[stage.name] is None else 0.0
+        hessians[stage.name] = Hessian(first.in_features, first.name, token_share=share, device=first.device)
     tokens: Counter[str] = Counter()
 
-    def observe(seen: Activations) -> None:
-        if seen.stage.name in hessians:
-            hessians[seen.stage.name].add(seen.inputs)
-            tokens[seen.stage.name] += len(seen.inputs)
+    def observe(start: int, seen: Activations) -> None:
+        name = seen.stage.name
+        if name in hessians:
+            known = counts[name]
+            if known is not None:
+                known = known[start : start + len(seen.inputs)] if seen.tokens is None else known[start + seen.tokens]
+            hessians[name].add(seen.inputs, known)
+            tokens[name] += len(seen.inputs)
 
+    start = 0
     for hidden in stream.batches():
-        block.forward(hidden, rotary, observe=observe)
+        block.forward(hidden, rotary, observe=partial(observe, start))
+        start += hidden.shape[0] * hidden.shape[1]
     return {name: (hessian.finish() if tokens[name] else None, tokens[name]) for name, hessian in hessians.items()}
 
 
@@ -173,9 +208,8 @@ def solve_stage(
     linears: Mapping[str, Linear], ready: ReadyStage, codecs: Mapping[str, Codec]
 ) -> Iterator[SolvedLinear]:
     """Solve linears that read one input, those of equal codecs side by side."""
-    found, fallback = ready.factor, ready.fallback
-    if found is not None and fallback is None:
-        fallback = found.fallback
+    found = ready.factor
+    fallback = (found and found.fallback) or ready.fallback
     alike: dict[Codec, list[str]] = {}
     for name in ready.names:
         alike.setdefault(codecs[name], []).append(name)

@@ -1,12 +1,14 @@
 """Which recipe the options of `quantkit quantize` ask for. An EXL2 one comes from a plan, or from a measurement and a
 budget, and where there is no measurement it is made first."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.commands.measure import measure_model
 from quantkit.commands.quantize_job import Subject
 from quantkit.commands.quantize_recipe import Exl2Recipe, GptqRecipe, Recipe
+from quantkit.commands.sensitivity import BackwardPass
 from quantkit.errors import UsageError
 from quantkit.formats.gptq import GptqCodec
 from quantkit.measurement import Measurement
@@ -36,8 +38,14 @@ def check_format(settings: QuantizeSettings) -> None:
         raise UsageError(f"unknown format `{settings.format}`", hint="use `--format gptq` or `--format exl2`")
 
 
-def choose_recipe(settings: QuantizeSettings, subject: Subject, folder: Path, progress: Progress) -> Recipe:
-    """`folder` is for hidden states, should the model have to be measured.
+def choose_recipe(
+    settings: QuantizeSettings,
+    subject: Subject,
+    folder: Path,
+    run_backward: Callable[[], BackwardPass],
+    progress: Progress,
+) -> Recipe:
+    """`folder` is for hidden states, `run_backward` for gradients, should the model have to be measured.
 
     Raises PlanError for a measurement or a plan of another model, and for a budget out of reach.
     """
@@ -48,7 +56,8 @@ def choose_recipe(settings: QuantizeSettings, subject: Subject, folder: Path, pr
         mixes.require(fingerprint(subject.checkpoint), settings.model)
         return Exl2Recipe(mixes)
     if settings.measurement is None:
-        measurement = measure_model(subject, folder, settings.calibration, settings.seed, progress)
+        squares = run_backward().found.outputs
+        measurement = measure_model(subject, folder, squares, settings.calibration, settings.seed, progress)
     else:
         measurement = Measurement.load(settings.measurement)
         measurement.require(fingerprint(subject.checkpoint), settings.model)

@@ -24,6 +24,7 @@ from quantkit.runtime.tokenizer import Tokenizer
 
 SPILL_BYTES = 256 << 20
 """Hidden states beyond this live in files beside the output."""
+BACKWARD_TOKENS = 8192
 SCANNED_VALUES = 1 << 24
 
 
@@ -77,6 +78,18 @@ class Subject:
         size = self.rows.numel() * self.config.hidden_size * torch.float32.itemsize
         return size if size > SPILL_BYTES else 0
 
+    @property
+    def backward_rows(self) -> Tensor:
+        """The part of the text that a backward pass reads."""
+        return self.rows[: max(1, BACKWARD_TOKENS // max(1, self.rows.shape[1]))]
+
+    @property
+    def backward_spilled_bytes(self) -> int:
+        """What a backward pass keeps that is too much for the memory: states at all blocks, and gradients at one."""
+        each = self.placement.dtype.itemsize * (self.config.num_layers + 1) + torch.float32.itemsize
+        size = self.backward_rows.numel() * self.config.hidden_size * each
+        return size if size > SPILL_BYTES else 0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizeJob:
@@ -105,8 +118,9 @@ def choose_placement(device: str, dtype: str) -> Placement:
     return placement
 
 
-def open_subject(checkpoint: Checkpoint, text: TextChoice, placement: Placement) -> Subject:
-    """Every check of a model that needs no weights. Raises the error of whatever is not as it must be."""
+def open_subject(checkpoint: Checkpoint, text: TextChoice | None, placement: Placement) -> Subject:
+    """Every check of a model that needs no weights; `text` None is no text. Raises the error of whatever is not as it
+    must be."""
     if checkpoint.quantization is not None:
         method = checkpoint.quantization.get("quant_method", "unknown method")
         raise CheckpointError(
@@ -116,12 +130,13 @@ def open_subject(checkpoint: Checkpoint, text: TextChoice, placement: Placement)
     architecture = catalog.find(checkpoint.config)
     check_contents(checkpoint, config, architecture)
     tokenizer = Tokenizer.open(checkpoint.path)
-    rows = _calibration_rows(text, tokenizer, config)
+    rows = torch.zeros(0, 0, dtype=torch.int64) if text is None else _calibration_rows(text, tokenizer, config)
     return Subject(checkpoint, config, architecture, placement, tokenizer, rows)
 
 
-def prepare(subject: Subject, recipe: Recipe, out: Path, strict: bool) -> QuantizeJob:
-    """Every check of a plan. Raises the error of whatever is not as it must be."""
+def prepare(subject: Subject, recipe: Recipe, out: Path, strict: bool, *, weighs: bool) -> QuantizeJob:
+    """Every check of a plan, with a backward pass to come if `weighs`. Raises the error of whatever is not as it must
+    be."""
     plan = recipe.plan(subject.linears, subject.head, subject.stored_bits)
     if strict:
         plan.require_regular()
@@ -130,7 +145,8 @@ def prepare(subject: Subject, recipe: Recipe, out: Path, strict: bool) -> Quanti
             f"`{subject.checkpoint.path}` has no linear that can be quantized: {plan.dense[0].dense_because}",
             hint="use another format",
         )
-    _require_space(plan, subject, out)
+    spilled = max(subject.spilled_bytes, subject.backward_spilled_bytes if weighs else 0)
+    _require_space(plan, subject, spilled, out)
     return QuantizeJob(subject, plan, recipe)
 
 
@@ -176,11 +192,11 @@ def _calibration_rows(settings: TextChoice, tokenizer: Tokenizer, config: ModelC
     return rows
 
 
-def _require_space(plan: Plan, subject: Subject, out: Path) -> None:
+def _require_space(plan: Plan, subject: Subject, spilled_bytes: int, out: Path) -> None:
     """Raises CheckpointError when the result, and hidden states that go to the disk, would not fit."""
     before = sum(_stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
     after = sum(linear.stored_bits for linear in plan.work) // 8
-    needed = subject.checkpoint.stored_bytes - before + after + subject.spilled_bytes
+    needed = subject.checkpoint.stored_bytes - before + after + spilled_bytes
     free = shutil.disk_usage(out.expanduser().absolute().parent).free
     if needed > free:
         raise CheckpointError(

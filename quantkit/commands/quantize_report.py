@@ -48,6 +48,19 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
+class Gradients:
+    """The backward pass that said which tokens matter: over how many, and what it cost."""
+
+    tokens: int
+    seconds: float
+    cpu_seconds: float
+
+    def rows(self) -> list[list[str]]:
+        """Name and figure, for people."""
+        return [["gradients", f"{self.tokens} tokens, {self.seconds:.0f} s, {self.cpu_seconds:.0f} s of processor"]]
+
+
+@dataclass(frozen=True, slots=True)
 class Damage:
     """The result against the original on text that calibration never saw, both in float32."""
 
@@ -104,6 +117,7 @@ class QuantizeReport:
 
     out: Path
     format: str
+    effort: str
     settings: dict[str, Any]
     backend: str
     plan: Plan
@@ -111,6 +125,7 @@ class QuantizeReport:
     parameters: int
     size_bytes: int
     calibration: Calibration
+    gradients: Gradients | None
     cost: Cost
     damage: Damage | None
 
@@ -156,7 +171,9 @@ class QuantizeReport:
             *([] if head is None else [["bits per weight, head", f"{head.stored_bits / head.weights:.3f}"]]),
             ["size", f"{self.size_bytes / 2**20:.1f} MiB"],
             ["linears", f"{len(self.plan.quantized)} quantized, {len(self.plan.dense)} left dense"],
+            ["effort", self.effort],
             ["calibration", f"{text.source}, {text.rows} × {text.length} tokens, {text.dtype}"],
+            *([] if self.gradients is None else self.gradients.rows()),
             *self.cost.rows(),
         ]
         return rows if self.damage is None else rows + self.damage.rows()
@@ -183,6 +200,7 @@ class QuantizeReport:
             "out": str(self.out),
             "format": self.format,
             **self.settings,
+            "effort": self.effort,
             "backend": self.backend,
             "bits_per_weight": self.bits_per_weight,
             "file_bits_per_weight": self.file_bits_per_weight,
@@ -193,6 +211,7 @@ class QuantizeReport:
             "linears": [asdict(linear) for linear in self.linears],
             "remarks": self.remarks(),
             "calibration": asdict(self.calibration),
+            "gradients": None if self.gradients is None else asdict(self.gradients),
             **asdict(self.cost),
             "evaluation": None if self.damage is None else asdict(self.damage),
         }

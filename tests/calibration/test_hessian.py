@@ -100,3 +100,24 @@ def test_no_token_is_an_error() -> None:
     hessian.add(torch.zeros(0, 8))
     with pytest.raises(CalibrationError, match=r"no calibration token reached `model.layers.0.mlp.experts.3.w1`"):
         hessian.finish()
+
+
+def test_counted_tokens_count_so_often() -> None:
+    x, counts = _inputs(2 * CHUNK_TOKENS + 9), torch.rand(2 * CHUNK_TOKENS + 9, generator=torch.Generator().manual_seed(1)) * 3
+    hessian, same = Hessian(FEATURES), Hessian(FEATURES)
+    hessian.add(x, counts)
+    for part, own in zip(x.split(100), counts.split(100), strict=True):
+        same.add(part, own)
+    result = hessian.finish()
+    expected = (x * counts[:, None]).double().T @ x.double() / len(x)
+    assert (result - expected).abs().max() < 1e-6 * expected.diagonal().max()
+    assert torch.equal(result, same.finish())
+
+
+def test_tokens_without_a_count_count_once() -> None:
+    x = _inputs(700)
+    mixed, ones = Hessian(FEATURES), Hessian(FEATURES)
+    mixed.add(x[:300])
+    mixed.add(x[300:], torch.ones(400))
+    ones.add(x)
+    assert torch.equal(mixed.finish(), ones.finish())

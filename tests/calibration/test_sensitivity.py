@@ -8,7 +8,7 @@ import torch
 
 from quantkit.calibration import gradients, sensitivity
 from quantkit.calibration.gradients import StageGradients, run_backward
-from quantkit.calibration.sensitivity import Sensitivity
+from quantkit.calibration.sensitivity import Sensitivity, TokenWeights
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.errors import CalibrationError
 from quantkit.models import catalog
@@ -101,3 +101,24 @@ def test_gradients_that_are_not_finite_are_named(tmp_path: Path) -> None:
     tiny.write_tensors(path, tensors)
     with pytest.raises(CalibrationError, match=r"gradients at `model.layers.1.self_attn.v_proj` are not finite"):
         measure(path)
+
+
+def test_counts_mix_two_hessians_of_equal_diagonal() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 8, generator=generator).double()
+    measured, total = 20, 50
+    weights = torch.rand(measured, generator=generator)
+    energies = x[:measured].square().sum(1)
+    weights *= float(energies.sum() / (weights * energies).sum())
+    found = Sensitivity(measured, {}, {"stage": TokenWeights(weights, torch.arange(measured))})
+    counts = found.counts("stage", total, share=0.25)
+    mixed = (x * counts[:, None]).T @ x / total
+    plain, weighted = x.T @ x / total, (x[:measured] * weights[:, None]).T @ x[:measured] / measured
+    torch.testing.assert_close(mixed, 0.75 * plain + 0.25 * weighted)
+    torch.testing.assert_close(weighted.trace(), (x[:measured].T @ x[:measured] / measured).trace())
+
+
+def test_counts_of_an_expert_are_those_of_its_tokens() -> None:
+    found = Sensitivity(4, {}, {"stage": TokenWeights(torch.tensor([1.0, 3.0]), torch.tensor([3, 1]))})
+    assert found.counts("stage", 6, share=0.5).tolist() == [0.5, 0.5 + 0.75 * 3, 0.5, 0.5 + 0.75, 0.5, 0.5]
+    assert found.counts("another", 6) is None

@@ -54,7 +54,7 @@ def test_every_family_is_quantized_and_loads_again(family: str, tmp_path: Path) 
     assert {linear.name for linear in report.linears} == set(before.linears())
     for name in before.linears():
         kept = before.dense(name).float()
-        assert (after.dense(name).float() - kept).abs().max() < 0.02 * kept.abs().max()
+        assert (after.dense(name).float() - kept).abs().max() < 0.03 * kept.abs().max()
     untouched = set(before.names()) - {name for linear in before.linears() for name in before.tensors_of(linear)}
     assert untouched <= set(after.names())
     assert all(torch.equal(after.tensor(name), before.tensor(name)) for name in untouched)
@@ -184,7 +184,8 @@ def test_spilled_hidden_states_change_nothing(model: Path, tmp_path: Path, monke
     monkeypatch.setattr(stream._OnDisk, "put", lambda self, *args: (spilled.append(self._folder), put(self, *args)))
     monkeypatch.setattr(quantize_job, "SPILL_BYTES", 0)
     quantize(model, tmp_path / "disk")
-    assert set(spilled) == {tmp_path / ".disk.activations"}
+    place = tmp_path / ".disk.activations"
+    assert set(spilled) == {place, *(place / name for name in ("block-0", "block-1", "block-2", "gradients"))}
     assert bytes_of(tmp_path / "memory") == bytes_of(tmp_path / "disk")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "memory"]
 
@@ -338,6 +339,6 @@ def test_the_damage_is_measured_on_text_that_calibration_never_saw(model: Path, 
 def test_the_summary_has_a_row_for_each_figure(model: Path, tmp_path: Path) -> None:
     report = quantize(model, tmp_path / "out", evaluate=True)
     names = [name for name, _ in report.rows()]
-    assert {"bits per weight, linears", "time", "peak memory", "mean KL", "perplexity after"} <= set(names)
+    assert {"bits per weight, linears", "effort", "gradients", "time", "peak memory", "mean KL", "perplexity after"} <= set(names)
     assert report.file_bits_per_weight * report.parameters / 8 == report.size_bytes
     json.dumps(report.as_json(), allow_nan=False)
