@@ -208,11 +208,11 @@ def _kv_read(backend: CudaBackend, device: torch.device) -> Cases:
 
 def _attend(backend: CudaBackend, device: torch.device) -> Cases:
     table = torch.tensor([[2, 0, 1], [1, 3, 0]], dtype=torch.int32, device=device)
-    for number, (heads, dim, window, cap) in enumerate(((8, 128, 0, 0.0), (2, 64, 300, 0.0), (14, 96, 0, 30.0))):
+    for number, (heads, dim, window, cap) in enumerate(((8, 128, 0, 0.0), (2, 64, 120, 0.0), (14, 96, 0, 30.0))):
         for key_bits, value_bits in FORMATS:
             dtype = HALVES[number % 2]
             keys, values = (_filled(4, 2, dim, bits, dtype, device) for bits in (key_bits, value_bits))
-            q = _heads(2, heads, dim, dtype, device) * 3
+            q = _heads(2, heads, dim, dtype, device)  # scores of about 1: every position weighs enough to be missed
             lengths = torch.tensor([1 + 255 * number, 2 * PAGE + 100], dtype=torch.int32, device=device)
             inputs = (q, keys, values, table, lengths, dim**-0.5)
             found = backend.steps.attend(*inputs, window=window, cap=cap)

@@ -112,6 +112,41 @@ MUTATIONS = (
         "        scales.enter(group);\n        if (q + 1",
         "        if (q == 0) scales.enter(group);\n        if (q + 1",
     ),
+    Mutation(
+        "missing barrier between scores and their softmax",
+        "attend",
+        "attend.cu",
+        "  __syncthreads();\n\n  for (int h = warp;",
+        "  for (int h = warp;",
+    ),
+    Mutation(
+        "off by one at the first position of a window",
+        "attend",
+        "attend.cu",
+        "begin = window ? max(0, length - window) : 0;",
+        "begin = window ? max(0, length - window + 1) : 0;",
+    ),
+    Mutation(
+        "wrong half of a byte at 4 bits",
+        "kv_read",
+        "pages.cuh",
+        "low >> 16;",
+        "low >> 12;",
+    ),
+    Mutation(
+        "sign of the rotation",
+        "rope_append",
+        "rope_append.cu",
+        "other = e < pairs ? -second : first;",
+        "other = e < pairs ? second : first;",
+    ),
+    Mutation(
+        "a later index wins between equals",
+        "argmax",
+        "argmax.cu",
+        "? a.index < b.index",
+        "? a.index > b.index",
+    ),
 )
 
 
