@@ -76,7 +76,7 @@ class PerplexityReport:
     def as_json(self) -> dict[str, Any]:
         return {
             "model": self.model,
-            "perplexity": _json_number(self.score.perplexity),
+            "perplexity": json_number(self.score.perplexity),
             "mean_nll": self.score.mean_nll,
             **self.scored.as_json(self.score),
             "notes": list(self.notes),
@@ -118,8 +118,8 @@ class CompareReport:
             "kl_p90": found.kl_p90,
             "kl_p99": found.kl_p99,
             "top1_agreement": found.top1_agreement,
-            "perplexity_reference": _json_number(found.reference.perplexity),
-            "perplexity_candidate": _json_number(found.candidate.perplexity),
+            "perplexity_reference": json_number(found.reference.perplexity),
+            "perplexity_candidate": json_number(found.candidate.perplexity),
             "mean_nll_reference": found.reference.mean_nll,
             "mean_nll_candidate": found.candidate.mean_nll,
             **self.scored.as_json(found.reference),
@@ -127,6 +127,6 @@ class CompareReport:
         }
 
 
-def _json_number(value: float) -> float | None:
+def json_number(value: float) -> float | None:
     """JSON knows no infinity."""
     return value if math.isfinite(value) else None

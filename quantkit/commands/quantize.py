@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration import text
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
@@ -28,13 +27,14 @@ from quantkit.commands.quantize_job import (
     QuantizeJob,
     Subject,
     choose_placement,
+    held_back_rows,
     open_subject,
     prepare,
     require_finite,
 )
 from quantkit.commands.quantize_report import Calibration, Cost, Damage, Gradients, LinearResult, QuantizeReport
 from quantkit.commands.sensitivity import run_backward
-from quantkit.errors import RequestError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.evaluators import divergence
 from quantkit.formats.dense import DenseTensor
 from quantkit.models.architecture import HEAD
@@ -70,6 +70,7 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
     checkpoint = open_checkpoint(settings.model)
     with CheckpointWriter(settings.out, source=checkpoint.path, overwrite=settings.overwrite) as writer:
         subject = open_subject(checkpoint, settings if effort.calibrates else None, placement)
+        unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
         folder = settings.out.expanduser().absolute().with_name(f".{settings.out.name}.activations")
         backward = cache(partial(run_backward, subject, folder, settings.seed, progress))
         recipe = choose_recipe(settings, subject, folder, backward, progress)
@@ -82,7 +83,7 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
         _pass_through(job, writer, receipt)
         files = _finish(job, writer, receipt, settings.calibration)
     spent = _spent_since(start)
-    damage = _measure(subject, settings.out, progress) if settings.evaluate else None
+    damage = None if unseen is None else _measure(subject, settings.out, unseen, progress)
     return QuantizeReport(
         out=settings.out,
         format=recipe.name,
@@ -203,10 +204,8 @@ def _finish(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, datase
     )
 
 
-def _measure(subject: Subject, out: Path, progress: Progress) -> Damage:
+def _measure(subject: Subject, out: Path, windows: Tensor, progress: Progress) -> Damage:
     """The result against the original on bundled text that calibration never sees, and one greedy answer."""
-    length = min(EVALUATION_LENGTH, subject.config.max_positions)
-    windows = text.held_back(subject.tokenizer, length, EVALUATION_WINDOWS)
     device = subject.placement.device
     reference = Model.stream(subject.checkpoint, subject.config, subject.architecture, torch.float32, device)
     candidate = load(out, device, torch.float32)
@@ -230,8 +229,8 @@ def _measure(subject: Subject, out: Path, progress: Progress) -> Damage:
 def _sample_prompt(tokenizer: Tokenizer) -> list[int]:
     """A chat where the model has a template, else plain text."""
     try:
-        return tokenizer.chat([{"role": "user", "content": SAMPLE_PROMPT}])
-    except RequestError:
+        return tokenizer.chat([{"role": "user", "content": SAMPLE_PROMPT}]) or tokenizer.encode(SAMPLE_PROMPT)
+    except (RequestError, CheckpointError):  # of a template that fails: the result is none the worse for it
         return tokenizer.encode(SAMPLE_PROMPT, special=True)
 
 

@@ -214,7 +214,7 @@ def solve_stage(
     for name in ready.names:
         alike.setdefault(codecs[name], []).append(name)
     for codec, names in alike.items():
-        with naming(names[0]):
+        with naming("`, `".join(names)):
             solutions = solve_together([linears[name].weight() for name in names], found, codec)
         for name, solution in zip(names, solutions, strict=True):
             with naming(name):

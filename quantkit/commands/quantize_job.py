@@ -168,6 +168,17 @@ def require_finite(checkpoint: Checkpoint, progress: Progress) -> None:
             task.advance(note=name)
 
 
+def held_back_rows(subject: Subject, windows: int, length: int) -> Tensor:
+    """Text that calibration never sees, `[windows, length]`, or as long as the model has positions: taken before the
+    work, so that the measurement at the end cannot fail for the text's sake."""
+    length = min(length, subject.config.max_positions)
+    if length < 2:
+        raise CalibrationError(f"a model of {length} position predicts nothing", hint="use `--no-eval`")
+    rows = calibration_text.held_back(subject.tokenizer, length, windows)
+    _require_known(rows, subject.config)
+    return rows
+
+
 def _has_native_bf16() -> bool:
     checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(check is not None and check() for check in checks)
@@ -183,13 +194,17 @@ def _calibration_rows(settings: TextChoice, tokenizer: Tokenizer, config: ModelC
         )
     count, length = settings.samples, settings.length
     rows = calibration_text.token_rows(settings.calibration, tokenizer, count, length, settings.seed)
+    _require_known(rows, config)
+    return rows
+
+
+def _require_known(rows: Tensor, config: ModelConfig) -> None:
     if int(rows.max()) >= config.vocab_size:
         raise CalibrationError(
             f"the tokenizer gives id {int(rows.max())}, the model knows {config.vocab_size} ids: "
             "they do not belong together",
             hint="copy the tokenizer files of the original model into the folder",
         )
-    return rows
 
 
 def _require_space(plan: Plan, subject: Subject, spilled_bytes: int, out: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.commands.evaluate_report import json_number
 from quantkit.plan import Plan, kind_of
 
 
@@ -84,6 +85,13 @@ class Damage:
             ["mean KL", f"{self.kl_mean:.4f}{interval}"],
             ["same likeliest token", f"{self.top1_agreement:.1%}"],
         ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "perplexity_reference": json_number(self.perplexity_reference),
+            "perplexity_candidate": json_number(self.perplexity_candidate),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +221,7 @@ class QuantizeReport:
             "calibration": asdict(self.calibration),
             "gradients": None if self.gradients is None else asdict(self.gradients),
             **asdict(self.cost),
-            "evaluation": None if self.damage is None else asdict(self.damage),
+            "evaluation": None if self.damage is None else self.damage.as_json(),
         }
 
 

@@ -21,7 +21,7 @@ from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import quantize_block, quantize_job
 from quantkit.commands.quantize import run
 from quantkit.commands.quantize_report import QuantizeReport
-from quantkit.errors import FormatError, GateError
+from quantkit.errors import CalibrationError, FormatError, GateError
 from quantkit.progress import Silent
 from quantkit.settings import QuantizeSettings
 
@@ -257,9 +257,10 @@ def test_a_bias_beyond_float16_is_refused_by_name(tmp_path: Path) -> None:
 def test_weights_beyond_any_float16_scale_are_refused_by_name(tmp_path: Path) -> None:
     source = tiny.write_model(tmp_path / "model")
     tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.mlp.gate_proj.weight"][0, 0] = 3e6
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 3e6
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(FormatError, match=r"`model.layers.1.mlp.gate_proj`: a group of weights spans"):
+    both = r"`model\.layers\.1\.mlp\.gate_proj`, `model\.layers\.1\.mlp\.up_proj`: a group of weights spans"
+    with pytest.raises(FormatError, match=both):
         quantize(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -334,6 +335,41 @@ def test_the_damage_is_measured_on_text_that_calibration_never_saw(model: Path, 
     assert low < damage.kl_mean < high
     assert 0.5 < damage.top1_agreement <= 1
     assert damage.answer
+
+
+def test_text_that_cannot_be_measured_is_refused_before_work(tmp_path: Path) -> None:
+    """Calibration text may hold no id that the model lacks, and the text of the measurement one."""
+    source = tiny.write_model(tmp_path / "model", vocab_size=270)
+    (tmp_path / "text.txt").write_text("a" * 1000)
+    calibration = str(tmp_path / "text.txt")
+    with pytest.raises(CalibrationError, match="the model knows 270 ids"):
+        quantize(source, tmp_path / "out", calibration=calibration, evaluate=True)
+    quantize(source, tmp_path / "out", calibration=calibration)
+    source = tiny.write_model(tmp_path / "short", max_position_embeddings=1)
+    with pytest.raises(CalibrationError, match="a model of 1 position predicts nothing"):
+        quantize(source, tmp_path / "other", length=1, evaluate=True)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("template", ["{% if", "{{ messages.nobody.nothing }}", "{{ raise_exception('no') }}", "", 5])
+def test_a_chat_template_that_fails_spoils_no_result(template: object, tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", num_hidden_layers=1)
+    described = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps({**described, "chat_template": template}))
+    damage = quantize(source, tmp_path / "out", evaluate=True).damage
+    assert damage is not None
+    assert damage.answer
+
+
+def test_a_perplexity_beyond_numbers_is_null_in_json(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", num_hidden_layers=1)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] *= 1e4
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = quantize(source, tmp_path / "out", evaluate=True)
+    found = json.loads(json.dumps(report.as_json(), allow_nan=False))["evaluation"]
+    assert found["perplexity_reference"] is None
+    assert found["kl_mean"] > 0
 
 
 def test_the_summary_has_a_row_for_each_figure(model: Path, tmp_path: Path) -> None:
