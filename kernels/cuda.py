@@ -91,6 +91,10 @@ class CudaBackend(ReferenceBackend):
         """The device that is current."""
         return self._launcher.device()
 
+    def processors(self, device: torch.device) -> int:
+        """Multiprocessors of a device."""
+        return self._launcher.processors(device)
+
     def pack(self, codes: Tensor, bits: int) -> Tensor:
         if not self._launcher.reaches(codes):
             return super().pack(codes, bits)

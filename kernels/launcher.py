@@ -102,6 +102,9 @@ class CupyLauncher:
     ) -> None:
         import cupy
 
+        for value in arguments:
+            if isinstance(value, Tensor) and value.device != device:  # a kernel would read it as if it were there
+                raise BackendError(f"kernel `{entry}` expected tensors on `{device}`, found one on `{value.device}`")
         index = _index(device)
         kernel = _kernel(name, tuple(sorted(defines.items())), entry, index, shared_bytes)
         values = tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in arguments)

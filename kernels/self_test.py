@@ -20,6 +20,8 @@ from quantkit.kernels.reference import ReferenceBackend
 from quantkit.kernels.steps import PAGE, Pages, ReferenceSteps, write
 
 MIXED = ((8, 32), (6, 64), (5, 32), (4, 96), (3, 32), (2, 64), (2, 16))
+LONG = 37 * 32
+LONG_MIXED = ((8, 160), (6, 160), (5, 160), (4, 352), (3, 160), (2, 192))
 # Rows of x, for each shape of the matmul kernels.
 SHAPES = ((1, torch.float16), (7, torch.bfloat16), (16, torch.float16), (40, torch.bfloat16))
 # Relative to the largest |y|: y is stored in the dtype of x, and the reference rounds each weight to float16.
@@ -97,12 +99,26 @@ def _gptq_matmul(backend: CudaBackend, device: torch.device) -> Cases:
             yield f"{bits} bits, {rows} rows", *_product_error(backend.gptq_matmul(x, repacked), x, dense)
 
 
+    # So many columns that no product is split, and each block goes through several chunks of rows.
+    weight = _on(random_weights.gptq(LONG, 256 * backend.processors(device), 4, 128), device)
+    dense, repacked = _REFERENCE.gptq_dequantize(weight), backend.gptq_repack(weight)
+    for rows, dtype in ((5, torch.float16), (16, torch.float16)):
+        x = _activations(rows, LONG, dtype, device)
+        yield f"not split, {rows} rows", *_product_error(backend.gptq_matmul(x, repacked), x, dense)
+
+
 def _exl2_matmul(backend: CudaBackend, device: torch.device) -> Cases:
     weight = _on(random_weights.exl2(MIXED, 160), device)
     dense, repacked = _REFERENCE.exl2_dequantize(weight), backend.exl2_repack(weight)
     for rows, dtype in SHAPES:
         x = _activations(rows, weight.order.numel(), dtype, device)
         yield f"all widths, {rows} rows", *_product_error(backend.exl2_matmul(x, repacked), x, dense)
+
+
+    weight = _on(random_weights.exl2(LONG_MIXED, 256 * backend.processors(device)), device)
+    dense, repacked = _REFERENCE.exl2_dequantize(weight), backend.exl2_repack(weight)
+    x = _activations(5, LONG, torch.float16, device)
+    yield "not split, 5 rows", *_product_error(backend.exl2_matmul(x, repacked), x, dense)
 
 
 def _gptq_expand(backend: CudaBackend, device: torch.device) -> Cases:

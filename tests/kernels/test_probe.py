@@ -199,6 +199,12 @@ def test_a_kernel_that_does_nothing_is_noticed(machine, monkeypatch) -> None:
     assert entered == (("device", 0), ("stream", 77, 0)), "on torch's current stream and device"
 
 
+def test_tensors_on_two_devices(machine) -> None:
+    tensors = (torch.zeros(4), torch.zeros(4, device="meta"))
+    with pytest.raises(BackendError, match="expected tensors on `cpu`, found one on `meta`"):
+        launcher.CupyLauncher().run("pack", {}, "pack", (1,), 256, tensors, device=torch.device("cpu"))
+
+
 def test_a_card_older_than_a_kernel_needs(machine, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     with pytest.raises(BackendError, match=r"`exl2_matmul` needs sm_80, `cuda:0` \(Simulated\) is sm_75"):

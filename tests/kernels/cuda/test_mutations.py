@@ -99,6 +99,13 @@ MUTATIONS = (
         "held = mine ? max(0, min(each, left - part * each - 1)) : 0;",
     ),
     Mutation(
+        "missing barrier before activations of the next chunk arrive",
+        "gptq_matmul",
+        "matmul.cuh",
+        "        });\n      }\n    __syncthreads();",
+        "        });\n      }",
+    ),
+    Mutation(
         "counters left behind for the next launch",
         "gptq_matmul",
         "matmul.cuh",
