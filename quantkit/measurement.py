@@ -96,6 +96,19 @@ class Measurement:
         return measurement
 
 
+def require_place(path: Path) -> None:
+    """PlanError unless a file of that name can be written, asked before the hours that fill it."""
+    hint = "choose another place with `-o`"
+    if path.is_dir() or not path.name:
+        raise PlanError(f"`{path}` is a folder, not the name of a file", hint=hint)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise PlanError(f"`{path}` cannot be written: {error.strerror}", hint=hint) from error
+
+
 def save_json(path: Path, value: Mapping[str, Any]) -> None:
     """Through a temporary file beside it. Raises PlanError when it cannot be written."""
     part = path.with_name(f".{path.name}.part")

@@ -5,7 +5,7 @@
 // Reference: ReferenceBackend.exl2_dequantize
 // Traffic:   the tiles and scales read once, in·out values written
 // Needs:     sm_75
-// Budget:    128 registers, 16896 bytes shared, 128 threads
+// Budget:    168 registers, 16896 bytes shared, 128 threads
 // Variants:  VALUE=F16,BF16,F32
 // Contains:  LDG.128
 #define DTYPE MmaF16

@@ -57,6 +57,11 @@ class CheckpointWriter:
         self._shard_of: dict[str, int] = {}
         self._total_bytes = 0
 
+    @property
+    def path(self) -> Path:
+        """Where the folder will be: absolute, links followed."""
+        return self._folder.path
+
     def __enter__(self) -> Self:
         """Raises CheckpointError when `out` cannot or must not be written, before any work is done for it."""
         with self._all_or_nothing():

@@ -24,7 +24,7 @@ from quantkit.commands.sensitivity import run_backward
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.formats.codec import Layout
 from quantkit.formats.exl2 import Exl2Codec
-from quantkit.measurement import Candidate, MeasuredLinear, Measurement
+from quantkit.measurement import Candidate, MeasuredLinear, Measurement, require_place
 from quantkit.models.architecture import LinearSpec
 from quantkit.models.linear import Linear
 from quantkit.models.transformer import Rotary, load_block
@@ -102,9 +102,10 @@ def run(settings: MeasureSettings, progress: Progress) -> MeasureReport:
     """Measure. Raises an error of the tree for anything that cannot be done; then no file is left behind."""
     placement = choose_placement(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model)
+    require_place(settings.out)
     subject = open_subject(checkpoint, settings, placement)
     require_finite(checkpoint, progress)
-    folder = settings.out.expanduser().absolute().with_name(f".{settings.out.name}.activations")
+    folder = settings.out.absolute().with_name(f".{settings.out.name}.activations")
     squares = run_backward(subject, folder, settings.seed, progress).found.outputs
     measurement = measure_model(subject, folder, squares, settings.calibration, settings.seed, progress)
     measurement.save(settings.out)

@@ -71,10 +71,10 @@ def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
     with CheckpointWriter(settings.out, source=checkpoint.path, overwrite=settings.overwrite) as writer:
         subject = open_subject(checkpoint, settings if effort.calibrates else None, placement)
         unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
-        folder = settings.out.expanduser().absolute().with_name(f".{settings.out.name}.activations")
+        folder = writer.path.with_name(f".{writer.path.name}.activations")
         backward = cache(partial(run_backward, subject, folder, settings.seed, progress))
         recipe = choose_recipe(settings, subject, folder, backward, progress)
-        job = prepare(subject, recipe, settings.out, settings.strict, weighs=effort.weighs)
+        job = prepare(subject, recipe, writer.path, settings.strict, weighs=effort.weighs)
         _announce(job, progress)
         require_finite(checkpoint, progress)
         weighed = backward() if effort.weighs else None

@@ -212,7 +212,7 @@ def _require_space(plan: Plan, subject: Subject, spilled_bytes: int, out: Path) 
     before = sum(_stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
     after = sum(linear.stored_bits for linear in plan.work) // 8
     needed = subject.checkpoint.stored_bytes - before + after + spilled_bytes
-    free = shutil.disk_usage(out.expanduser().absolute().parent).free
+    free = shutil.disk_usage(out.parent).free
     if needed > free:
         raise CheckpointError(
             f"`{out}` needs {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free there",

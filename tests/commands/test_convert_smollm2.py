@@ -97,7 +97,9 @@ class PlainBPE:
         regex = pytest.importorskip("regex")
         fields = gguf.GGUFReader(source).fields
         self.ids = {token: index for index, token in enumerate(fields["tokenizer.ggml.tokens"].contents())}
-        self.ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(fields["tokenizer.ggml.merges"].contents())}
+        self.ranks = {
+            tuple(merge.split(" ")): rank for rank, merge in enumerate(fields["tokenizer.ggml.merges"].contents())
+        }
         self.cuts = regex.compile(r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
         self.digits = regex.compile(r"(\p{N})")
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -167,6 +169,8 @@ def test_greedy_answers_in_transformers(prompt, answer, folder) -> None:
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
-        inputs = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
     ids = model.generate(**inputs, max_new_tokens=80, do_sample=False)[0]
     assert tokenizer.decode(ids[inputs["input_ids"].shape[1] :]) == answer

@@ -11,10 +11,11 @@ import quantkit
 from quantkit import cli
 from quantkit.calibration.text import token_rows
 from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands import measure as measure_command
 from quantkit.commands import quantize_job
 from quantkit.commands.measure import run
 from quantkit.commands.quantize import run as quantize
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, PlanError
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.measurement import Measurement
 from quantkit.mix_plan import MixPlan
@@ -121,6 +122,17 @@ def test_a_quantized_model_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="already quantized"):
         run(MeasureSettings(str(tmp_path / "out"), tmp_path / "m.json", **TEXT), Silent())
     assert not (tmp_path / "m.json").exists()
+
+
+@pytest.mark.parametrize("name", ["absent/m.json", "", ".", "file/m.json"])
+def test_a_place_that_cannot_be_written_is_refused_before_work(model: Path, tmp_path: Path, name: str, monkeypatch) -> None:
+    monkeypatch.setattr(measure_command, "open_subject", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=r"cannot be written|is a folder") as caught:
+        run(MeasureSettings(str(model), Path(name), **TEXT), Silent())
+    assert caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_command_prints_tables_or_json(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,6 +190,24 @@ def test_spilled_hidden_states_change_nothing(model: Path, tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "memory"]
 
 
+def test_hidden_states_spill_beside_the_folder_that_a_link_leads_to(model: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(quantize_job, "SPILL_BYTES", 0)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "out")
+    made: list[Path] = []
+    mkdir = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", lambda path, *rest, **more: (made.append(path), mkdir(path, *rest, **more)))
+    quantize(model, tmp_path / "link")
+    assert tmp_path / "there" / ".out.activations" in made
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["out"]
+
+
+def test_the_home_of_nobody_is_a_name_like_any_other(model: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    quantize(model, Path("~no such user/out"))
+    assert (tmp_path / "~no such user" / "out" / "config.json").exists()
+
+
 def test_hessians_in_several_passes_change_nothing(tmp_path: Path, monkeypatch) -> None:
     source = tiny.write_model(tmp_path / "model", "MixtralForCausalLM", num_local_experts=3)
     quantize(source, tmp_path / "one")
