@@ -23,16 +23,25 @@ class Receipt:
     """Digests of tensors by name, and of the weights they stand for by linear."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, bytes] = {}
-        self._weights: dict[str, bytes] = {}
+        self._tensors: dict[str, str] = {}
+        self._weights: dict[str, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor as it is written."""
-        self._tensors[name] = _digest(tensor)
+        self._tensors[name] = digest_of(tensor)
 
     def add_weight(self, linear: str, weight: Tensor) -> None:
         """The weight `[in, out]` that a linear must decode to, in any float dtype: float16 is compared."""
-        self._weights[linear] = _digest_of_values(weight)
+        self.add_weight_digest(linear, digest_of_values(weight))
+
+    def add_weight_digest(self, linear: str, digest: str) -> None:
+        """As `add_weight`, where `digest_of_values` was taken earlier."""
+        self._weights[linear] = digest
+
+    def digest(self) -> str:
+        """One for all tensors, whatever their order, in hex."""
+        lines = (f"{name}\0{self._tensors[name]}\n" for name in sorted(self._tensors))
+        return sha256("".join(lines).encode()).hexdigest()
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises GateError, naming the tensor and its file, unless all of it and nothing else is in `checkpoint`."""
@@ -41,21 +50,22 @@ class Receipt:
             what = "is missing from" if name in self._tensors else "was not written, yet it is in"
             raise GateError(f"read back: tensor `{name}` {what} the result", hint=HINT)
         for name, digest in self._tensors.items():
-            if _digest(checkpoint.tensor(name)) != digest:
+            if digest_of(checkpoint.tensor(name)) != digest:
                 file = checkpoint.info(name).file.name
                 raise GateError(f"read back: tensor `{name}` in `{file}` is not what was written", hint=HINT)
         for name, digest in self._weights.items():
-            if _digest_of_values(checkpoint.linear(name).dequantize()) != digest:
+            if digest_of_values(checkpoint.linear(name).dequantize()) != digest:
                 raise GateError(f"read back: `{name}` does not decode to the weight that was solved", hint=HINT)
 
 
-def _digest(tensor: Tensor) -> bytes:
+def digest_of(tensor: Tensor) -> str:
+    """Of dtype, shape and bytes, in hex."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     digest = sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     digest.update(plain.view(torch.uint8).numpy().data)
-    return digest.digest()
+    return digest.hexdigest()
 
 
-def _digest_of_values(weight: Tensor) -> bytes:
-    """Of the float16 values: a zero is a zero, whatever its sign."""
-    return _digest(weight.to(torch.float16) + 0.0)
+def digest_of_values(weight: Tensor) -> str:
+    """Of the float16 values of any float weight: a zero is a zero, whatever its sign."""
+    return digest_of(weight.to(torch.float16) + 0.0)
