@@ -7,11 +7,15 @@
 
 What is held is `[rows, length, hidden]` once, whatever the number of blocks: an advance replaces batch after batch. It
 stays in memory, or in files of a folder that are read and written as plain bytes (a memory map would count as memory
-of the process again). float32 is the default; bfloat16 halves the size and is safe where residual streams have entries
-of tens of thousands beside small ones: stored so, SmolLM2-135M-Instruct (entries up to 24,833) ends within KL 0.0002
-of itself, and its Hessians move by 0.2 to 0.7 % (those of `o_proj` by up to 2.9 %) in the Frobenius norm.
+of the process again). Such a folder can be sealed, and be taken up again by another process.
+
+float32 is the default; bfloat16 halves the size and is safe where residual streams have entries of tens of thousands
+beside small ones: stored so, SmolLM2-135M-Instruct (entries up to 24,833) ends within KL 0.0002 of itself, and its
+Hessians move by 0.2 to 0.7 % (those of `o_proj` by up to 2.9 %) in the Frobenius norm.
 """
 
+import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -59,6 +63,41 @@ class ActivationStream:
         for number, part in enumerate(parts):
             stream._put(number, embed(part), "the embedding")
         return stream
+
+    @classmethod
+    def resume(
+        cls,
+        folder: Path,
+        seal: str,
+        rows: Tensor,
+        *,
+        batch_rows: int,
+        hidden_size: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> "ActivationStream":
+        """The states of a folder that a stream of the same rows and batches gave this `seal`.
+
+        Raises CalibrationError where a file is missing or is not what it was.
+        """
+        counts = [len(part) for part in rows.split(batch_rows)]
+        slots = _OnDisk(folder, [torch.Size((count, rows.shape[1], hidden_size)) for count in counts], dtype)
+        stream = cls(slots, counts, rows.shape[1], dtype)
+        for hidden in stream.batches():
+            slots.check(hidden)
+        if slots.seal() != seal:
+            raise CalibrationError(
+                f"the hidden states in `{folder}` are not what was written", hint="start over with `--restart`"
+            )
+        return stream
+
+    def seal(self) -> str:
+        """Waits until all states are on the disk. Returns what `resume` compares them with: a checksum in batch order.
+
+        Only for a stream in a folder, whose batches were written once.
+        """
+        assert isinstance(self._slots, _OnDisk), "states in memory end with their process"
+        self._slots.sync()
+        return self._slots.seal()
 
     def batches(self) -> Iterator[Tensor]:
         """The states `[b, length, hidden]` in row order. They are not to be changed in place."""
@@ -120,40 +159,74 @@ class _InMemory:
 class _OnDisk:
     """One file of raw values for each batch."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shapes: list[torch.Size] | None = None, dtype: torch.dtype | None = None) -> None:
         self._folder = folder
-        self._forms: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        self._forms = {number: (shape, dtype) for number, shape in enumerate(shapes or [])}
+        self._checksum = 0
 
     def get(self, number: int) -> Tensor:
         shape, dtype = self._forms[number]
         hidden = torch.empty(shape, dtype=dtype)
         path = self._path(number)
-        with path.open("rb", buffering=0) as file:
-            view, filled = _bytes(hidden), 0
-            while filled < len(view) and (count := file.readinto(view[filled:])):
-                filled += count
+        view, filled = _bytes(hidden), 0
+        try:
+            with open(path, "rb", buffering=0, opener=_without_links) as file:
+                while filled < len(view) and (count := file.readinto(view[filled:])):
+                    filled += count
+        except OSError as error:
+            raise CalibrationError(
+                f"hidden states cannot be read from `{path}`: {error.strerror}", hint="start again, with `--restart`"
+            ) from error
         if filled < len(view):
             raise CalibrationError(
                 f"`{path}` has {filled:,} bytes of hidden states, expected {len(view):,}",
-                hint="another process changed the file: start again",
+                hint="another process changed the file: start again, with `--restart`",
             )
         return hidden
 
     def put(self, number: int, hidden: Tensor) -> None:
         self._forms[number] = hidden.shape, hidden.dtype
-        view = _bytes(hidden.contiguous())
+        hidden = hidden.contiguous()
+        self.check(hidden)
+        view = _bytes(hidden)
         try:
-            with self._path(number).open("wb", buffering=0) as file:
+            with open(self._path(number), "wb", buffering=0, opener=_without_links) as file:
                 while len(view):
                     view = view[file.write(view) :]
         except OSError as error:
-            raise CalibrationError(
-                f"hidden states cannot be written to `{self._folder}`: {error.strerror}",
-                hint="free some space there, or use fewer `--samples`",
-            ) from error
+            raise self._refused(error) from error
+
+    def check(self, hidden: Tensor) -> None:
+        """Adds the next batch to the checksum."""
+        self._checksum = zlib.crc32(_bytes(hidden), self._checksum)
+
+    def seal(self) -> str:
+        return f"{self._checksum:08x}"
+
+    def sync(self) -> None:
+        """Waits for the disk, once all files are written: it has been at work in the meantime."""
+        try:
+            for place in (*(self._path(number) for number in self._forms), self._folder):
+                descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> CalibrationError:
+        return CalibrationError(
+            f"hidden states cannot be written to `{self._folder}`: {error.strerror}",
+            hint="free some space there, or use fewer `--samples`",
+        )
 
     def _path(self, number: int) -> Path:
         return self._folder / f"hidden-{number:05}.bin"
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

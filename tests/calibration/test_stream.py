@@ -1,5 +1,6 @@
 """The stream between blocks: what goes in comes out, in memory as on disk, and nothing grows."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,47 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=r"hidden states cannot be written to `.*missing`: No such file"):
         ActivationStream.start(_embed, ROWS, batch_rows=7, folder=tmp_path / "missing")
+
+
+def test_a_sealed_folder_is_taken_up_again(tmp_path: Path) -> None:
+    stream = ActivationStream.start(_embed, ROWS, batch_rows=3, dtype=torch.bfloat16, folder=tmp_path)
+    seal = stream.seal()
+
+    def resume() -> ActivationStream:
+        return ActivationStream.resume(tmp_path, seal, ROWS, batch_rows=3, hidden_size=12, dtype=torch.bfloat16)
+
+    again = resume()
+    assert again.tokens == ROWS.numel()
+    assert torch.equal(torch.cat(list(again.batches())), _embed(ROWS).bfloat16())
+    follower = tmp_path / "next"
+    follower.mkdir()
+    assert again.follow(_block, "block 0", folder=follower).seal() != seal
+    file = sorted(tmp_path.glob("*.bin"))[1]
+    content = file.read_bytes()
+    for damaged, words in (
+        (content[:5] + bytes([content[5] ^ 1]) + content[6:], "are not what was written"),
+        (content[:-2], "has 358 bytes of hidden states, expected 360"),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(CalibrationError, match=words) as caught:
+            resume()
+        assert "--restart" in caught.value.hint
+    file.unlink()
+    with pytest.raises(CalibrationError, match="cannot be read from"):
+        resume()
+    (tmp_path / "elsewhere").write_bytes(content)
+    file.symlink_to("elsewhere")
+    with pytest.raises(CalibrationError, match="cannot be read from"):
+        resume()
+
+
+@pytest.mark.parametrize("call", ["fsync", "open"])
+def test_a_disk_that_does_not_keep_states_is_named(tmp_path: Path, monkeypatch, call: str) -> None:
+    stream = ActivationStream.start(_embed, ROWS, batch_rows=3, folder=tmp_path)
+
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(CalibrationError, match=r"hidden states cannot be written to .*: No space left on device"):
+        stream.seal()
