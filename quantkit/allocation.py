@@ -46,10 +46,8 @@ def allocate(options: Sequence[Sequence[Option]], budget_bits: int, weights: int
     Raises PlanError when even the smallest options are above the budget, or when all largest ones together leave more
     than 0.5 % of it.
     """
+    require_feasible(options, budget_bits, weights)
     kept = [_undominated(listed) for listed in options]
-    least = sum(own[0][1].bits for own in kept)
-    most = sum(max(option.bits for option in listed) for listed in options)
-    _require_feasible(least, most, budget_bits, weights)
     price, bound = _best_price(kept, budget_bits)
     chosen = _greedy(kept, price, budget_bits)
     gap = _damage(kept, chosen) - bound
@@ -78,7 +76,10 @@ def _undominated(options: Sequence[Option]) -> _Kept:
     return kept
 
 
-def _require_feasible(least: int, most: int, budget_bits: int, weights: int) -> None:
+def require_feasible(options: Sequence[Sequence[Option]], budget_bits: int, weights: int) -> None:
+    """Raises as `allocate` does; damages do not matter."""
+    least = sum(min(option.bits for option in listed) for listed in options)
+    most = sum(max(option.bits for option in listed) for listed in options)
     asked = budget_bits / weights
     if budget_bits < least:
         nearest = -(-least * 1000 // weights) / 1000

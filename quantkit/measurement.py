@@ -65,6 +65,11 @@ class Measurement:
         """Of all linears of the blocks, dense ones included: what bits per weight are counted over."""
         return sum(linear.weights for linear in self.linears)
 
+    @property
+    def dense(self) -> tuple[MeasuredLinear, ...]:
+        """Linears that the format cannot hold."""
+        return tuple(linear for linear in self.linears if not linear.candidates)
+
     def require(self, fingerprint: str, model: str) -> None:
         """PlanError unless this was measured on the model of that fingerprint."""
         if fingerprint != self.model:
@@ -126,7 +131,7 @@ def load_json(path: Path, kind: str, version: int, command: str) -> dict[str, An
     try:
         if path.stat().st_size > MOST_BYTES:
             raise PlanError(f"`{path}` is too large for a {kind}", hint=hint)
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_key_once)
     except OSError as error:
         raise PlanError(f"`{path}` cannot be read: {error.strerror}", hint=hint) from error
     except (ValueError, RecursionError) as error:
@@ -136,6 +141,15 @@ def load_json(path: Path, kind: str, version: int, command: str) -> dict[str, An
     if value.get("version") != version:
         found = value.get("version")
         raise PlanError(f"`{path}`: expected version {version} of a {kind}, found {found}", hint=hint)
+    return value
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An edit that names a linear twice must not be half forgotten."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has `{next(key for key in keys if keys.count(key) > 1)}` twice in one object")
     return value
 
 

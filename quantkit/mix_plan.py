@@ -4,20 +4,25 @@
 held to the model when it is used: each linear is listed, with a mix or with a reason to stay dense.
 """
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.allocation import Allocation, Option, allocate
+from quantkit.allocation import Allocation, Option, allocate, require_feasible
 from quantkit.errors import FormatError, PlanError, UsageError
 from quantkit.formats import exl2_layout, exl2_mix
+from quantkit.formats.codec import Layout
 from quantkit.measurement import Measurement, load_json, save_json
 from quantkit.models.architecture import LinearSpec
 from quantkit.plan import Plan, PlannedLinear
 
 KIND, VERSION = "quantkit plan", 1
 DENSE_HEAD_BITS = 16
+MOST_BITS = 64
+NEAR = 0.995
+"""A plan that takes less of its target than this is remarked upon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,31 @@ class MixPlan:
         for name in (*self.linears, *self.dense):
             if name not in names:
                 raise PlanError(f"the plan names `{name}`, which is no linear of this model", hint="plan again")
-        return Plan(
+        plan = Plan(
             tuple(self._planned(spec, stored_bits[spec.name]) for spec in own),
-            None if self.head_bits == DENSE_HEAD_BITS else _planned(head, exl2_mix.HEAD[self.head_bits]),
+            None if self.head_bits == DENSE_HEAD_BITS else _planned_head(head, self.head_bits),
         )
+        remarks = (self._missed(plan, head), self._dense_head(plan, head))
+        return replace(plan, notes=tuple(remark for remark in remarks if remark))
+
+    def _dense_head(self, plan: Plan, head: LinearSpec) -> str | None:
+        if plan.head is not None or self.head_bits == DENSE_HEAD_BITS:
+            return None
+        return f"`{head.name}` stays dense: {exl2_layout.shape_refusal(head.in_features, 2)}"
+
+    def _missed(self, plan: Plan, head: LinearSpec) -> str | None:
+        """What to say of a plan that is above its target, as only an edited one can be, or far below it."""
+        bits, weights = plan.stored_bits, sum(linear.weights for linear in plan.linears)
+        if self.include_head:
+            own = head.in_features * head.out_features
+            bits += DENSE_HEAD_BITS * own if plan.head is None else plan.head.stored_bits
+            weights += own
+        reached = bits / weights
+        if reached > self.target:
+            return f"the plan takes {reached:.4f} bits per weight, more than the {self.target:g} that it was made for"
+        if reached < NEAR * self.target:
+            return f"the plan takes {reached:.4f} bits per weight of {self.target:g}: no linear has a step that fits"
+        return None
 
     def _planned(self, spec: LinearSpec, stored_bits: int) -> PlannedLinear:
         if (spec.name in self.linears) == (spec.name in self.dense):
@@ -81,14 +107,18 @@ class MixPlan:
         """Raises PlanError, naming file and key, for anything that is no plan; also for a mix that EXL2 lacks."""
         value = load_json(path, KIND, VERSION, "quantkit plan measurement.json --bpw 4.0 -o plan.json")
         try:
+            keys = {"kind", "version", *(field.name for field in fields(cls))}
+            if unknown := sorted(value.keys() - keys):
+                raise ValueError(f"unknown key `{unknown[0]}`")
             plan = cls(
-                str(value["model"]),
-                float(value["target"]),
-                bool(value["include_head"]),
-                int(value["head_bits"]),
-                _strings(value["linears"]),
-                _strings(value["dense"]),
+                _typed(value, "model", str),
+                float(_typed(value, "target", int, float)),
+                _typed(value, "include_head", bool),
+                _typed(value, "head_bits", int),
+                _strings(value, "linears"),
+                _strings(value, "dense"),
             )
+            require_target(plan.target)
             require_head_bits(plan.head_bits)
             for name, mix in plan.linears.items():
                 _require_mix(name, mix)
@@ -108,32 +138,55 @@ def plan_mixes(
     With `include_head` the head, whose mix follows from `head_bits`, counts among the weights and bits. Raises
     PlanError for a target out of reach.
     """
-    require_head_bits(head_bits)
-    if not 0 < target <= 64:
-        raise UsageError(f"expected bits per weight above 0, found {target:g}", hint="use `--bpw 4.0`")
     quantized = [linear for linear in measurement.linears if linear.candidates]
-    dense = [linear for linear in measurement.linears if not linear.candidates]
-    if not quantized:
-        raise PlanError("no linear of this model can be quantized", hint="use another format")
-    weights, fixed = measurement.weights, sum(linear.dense_bits for linear in dense)
-    if include_head:
-        weights += measurement.head_weights
-        fixed += head_stored_bits(measurement, head_bits)
-    options = [[Option(found.bits, found.damage) for found in linear.candidates] for linear in quantized]
-    found = allocate([*options, [Option(fixed, 0.0)]], int(target * weights), weights)
+    found = allocate(*_budget(measurement, target, head_bits, include_head))
     mixes = {
         linear.name: linear.candidates[number].mix for linear, number in zip(quantized, found.chosen, strict=False)
     }
-    reasons = {linear.name: linear.dense_because or "" for linear in dense}
+    reasons = {linear.name: linear.dense_because or "" for linear in measurement.dense}
     return MixPlan(measurement.model, target, include_head, head_bits, mixes, reasons), found
 
 
+def require_reachable(measurement: Measurement, target: float, *, head_bits: int, include_head: bool = False) -> None:
+    """PlanError for a target that `plan_mixes` would find out of reach; damages may be unknown still."""
+    require_feasible(*_budget(measurement, target, head_bits, include_head))
+
+
+def require_no_dense(measurement: Measurement) -> None:
+    """`--strict`: FormatError where the format cannot hold a linear."""
+    for linear in measurement.dense:
+        raise FormatError(
+            f"`{linear.name}` cannot be quantized: {linear.dense_because} ({len(measurement.dense)} such linears)",
+            hint="leave out `--strict` to accept this, or use another format",
+        )
+
+
+def _budget(
+    measurement: Measurement, target: float, head_bits: int, include_head: bool
+) -> tuple[list[list[Option]], int, int]:
+    """What `allocate` takes: the options of each quantized linear and at last of all that is fixed, bits, weights."""
+    require_head_bits(head_bits)
+    require_target(target)
+    options = [
+        [Option(found.bits, found.damage) for found in linear.candidates]
+        for linear in measurement.linears
+        if linear.candidates
+    ]
+    if not options:
+        raise PlanError("no linear of this model can be quantized", hint="use another format")
+    weights, fixed = measurement.weights, sum(linear.dense_bits for linear in measurement.dense)
+    if include_head:
+        weights += measurement.head_weights
+        fixed += head_stored_bits(measurement, head_bits)
+    return [*options, [Option(fixed, 0.0)]], int(target * weights), weights
+
+
 def head_stored_bits(measurement: Measurement, head_bits: int) -> int:
-    """All bits of the head on disk; as many for each weight as its width where it is not quantized."""
-    if head_bits == DENSE_HEAD_BITS:
-        return DENSE_HEAD_BITS * measurement.head_weights
+    """All bits of the head on disk; 16 for each weight where it is not quantized."""
     hidden = measurement.head_inputs
-    layout = exl2_layout.mixed(hidden, exl2_mix.read(exl2_mix.HEAD[head_bits]))
+    if head_bits == DENSE_HEAD_BITS or exl2_layout.shape_refusal(hidden, 2) is not None:
+        return DENSE_HEAD_BITS * measurement.head_weights
+    layout = exl2_layout.mixed(hidden, exl2_mix.head(head_bits, hidden))
     return exl2_layout.stored_bits(layout, measurement.head_weights // hidden, bias=False)
 
 
@@ -145,13 +198,29 @@ def require_head_bits(head_bits: int) -> None:
         )
 
 
+def require_target(target: float) -> None:
+    """UsageError for what is no number of bits for a weight."""
+    if not 0 < target <= MOST_BITS:
+        raise UsageError(f"expected bits per weight above 0, found {target:g}", hint="use `--bpw 4.0`")
+
+
 def _planned(spec: LinearSpec, mix: str) -> PlannedLinear:
     try:
-        layout = exl2_layout.mixed(spec.in_features, exl2_mix.read(mix))
+        return _with_layout(spec, exl2_layout.mixed(spec.in_features, exl2_mix.read(mix)))
     except FormatError as error:
         raise PlanError(
             f"`{spec.name}` cannot get `{mix}`: {error.message}", hint="move it to `dense` with a reason"
         ) from error
+
+
+def _planned_head(spec: LinearSpec, head_bits: int) -> PlannedLinear | None:
+    """None where EXL2 cannot hold it."""
+    if exl2_layout.shape_refusal(spec.in_features, 2) is not None:
+        return None
+    return _with_layout(spec, exl2_layout.mixed(spec.in_features, exl2_mix.head(head_bits, spec.in_features)))
+
+
+def _with_layout(spec: LinearSpec, layout: Layout) -> PlannedLinear:
     bits = exl2_layout.stored_bits(layout, spec.out_features, spec.bias)
     return PlannedLinear(spec.name, spec.in_features, spec.out_features, layout, bits)
 
@@ -163,7 +232,18 @@ def _require_mix(name: str, mix: str) -> None:
         raise PlanError(f"`{name}` in the plan: {error.message}", hint=error.hint) from error
 
 
-def _strings(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise ValueError("expected an object of names and texts")
-    return dict(value)
+def _typed(value: Mapping[str, Any], key: str, *types: type) -> Any:
+    """`"false"` is true to Python, and true is 1: what a person wrote must be of the type itself."""
+    if type(value[key]) not in types:
+        raise ValueError(f"`{key}` is {json.dumps(value[key])}, expected {_NAMES[types[0]]}")
+    return value[key]
+
+
+_NAMES = {str: "a text", int: "a number", bool: "true or false"}
+
+
+def _strings(value: Mapping[str, Any], key: str) -> dict[str, str]:
+    found = value[key]
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise ValueError(f"`{key}`: expected an object of names and texts")
+    return dict(found)

@@ -48,10 +48,11 @@ def kind_of(name: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Every linear of the blocks, in the order of the model; and the head where that is quantized too, which no sum
-    below counts."""
+    below counts. `notes` are remarks on the whole."""
 
     linears: tuple[PlannedLinear, ...]
     head: PlannedLinear | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def work(self) -> tuple[PlannedLinear, ...]:
@@ -94,7 +95,7 @@ class Plan:
         counts: dict[tuple[str, str], int] = {}
         for remark in (*dense, *short):
             counts[remark] = counts.get(remark, 0) + 1
-        return [f"`{kind}` ({count}×) {text}" for (kind, text), count in counts.items()]
+        return [*(f"`{kind}` ({count}×) {text}" for (kind, text), count in counts.items()), *self.notes]
 
     def require_regular(self) -> None:
         """`--strict`: FormatError when any linear stays dense or ends in a short group."""

@@ -55,6 +55,7 @@ class PlanSettings:
     out: Path
     head_bits: int = 6
     include_head: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)

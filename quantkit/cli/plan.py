@@ -18,10 +18,11 @@ def plan(
         int, typer.Option("--head-bits", help="Width of the head: 2, 3, 4, 5, 6, 8, or 16 to leave it as it is.")
     ] = 6,
     include_head: Annotated[bool, typer.Option("--include-head", help="Count the head in `--bpw`.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail when EXL2 cannot hold a linear.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Choose for each linear of a measured model the EXL2 layout that does the least damage within a budget of bits."""
-    settings = PlanSettings(measurement, bpw, out, head_bits, include_head)
+    settings = PlanSettings(measurement, bpw, out, head_bits, include_head, strict)
     from quantkit import console
     from quantkit.commands.plan import run
 

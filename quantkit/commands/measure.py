@@ -7,7 +7,7 @@ nats of KL, the Fisher form ½ tr(G ΔWᵀ H ΔW).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from torch import Tensor
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.embedded import embedded
+from quantkit.commands.measure_outline import candidate_layouts, outline
 from quantkit.commands.quantize_block import ReadyStage, naming, ready_stages
 from quantkit.commands.quantize_job import Subject, choose_placement, open_subject, require_finite
 from quantkit.commands.sensitivity import run_backward
-from quantkit.formats import exl2_layout, exl2_mix
+from quantkit.formats import exl2_layout
 from quantkit.formats.codec import Layout
 from quantkit.formats.exl2 import Exl2Codec
 from quantkit.measurement import Candidate, MeasuredLinear, Measurement, require_place
@@ -124,22 +125,11 @@ def measure_model(
 
     Raises CalibrationError for activations or gradients that are not finite.
     """
-    layouts = {spec.name: _layouts(spec) for spec in subject.linears}
-    wanted = {name for name, found in layouts.items() if found}
     specs = {spec.name: spec for spec in subject.linears}
-    stored_bits = subject.stored_bits
-    found: dict[str, MeasuredLinear] = {
-        name: MeasuredLinear(
-            name,
-            spec.in_features,
-            spec.out_features,
-            (),
-            stored_bits[name],
-            exl2_layout.shape_refusal(spec.in_features, 2),
-        )
-        for name, spec in specs.items()
-        if name not in wanted
-    }
+    layouts = {name: candidate_layouts(spec) for name, spec in specs.items()}
+    planned = outline(subject)
+    wanted = {linear.name for linear in planned.linears if linear.candidates}
+    found = {linear.name: linear for linear in planned.dense}
     squares = _with_unreached(squares, subject)
     device, dtype = subject.placement.device, subject.placement.dtype
     rotary = Rotary.at(subject.config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
@@ -161,13 +151,11 @@ def measure_model(
     rows, length = subject.rows.shape
     digest = sha256(subject.rows.contiguous().numpy().tobytes()).hexdigest()
     calibration = {"source": source, "rows": rows, "length": length, "seed": seed, "tokens": digest}
-    head = subject.head
-    return Measurement(
-        fingerprint(subject.checkpoint),
-        head.in_features,
-        head.in_features * head.out_features,
-        calibration,
-        tuple(found[name] for name in specs),
+    return replace(
+        planned,
+        model=fingerprint(subject.checkpoint),
+        calibration=calibration,
+        linears=tuple(found[name] for name in specs),
     )
 
 
@@ -178,18 +166,6 @@ def _with_unreached(found: Mapping[str, Tensor], subject: Subject) -> dict[str, 
         kinds.setdefault(kind_of(name), []).append(squares)
     least = {kind: min(squares, key=lambda own: float(own.sum())) for kind, squares in kinds.items()}
     return {spec.name: found.get(spec.name, least[kind_of(spec.name)]) for spec in subject.linears}
-
-
-def _layouts(spec: LinearSpec) -> dict[str, Layout]:
-    """The candidates that a linear of this shape can hold, no layout twice."""
-    layouts: dict[str, Layout] = {}
-    for mix in exl2_mix.CANDIDATES:
-        widths = exl2_mix.read(mix)
-        if exl2_layout.shape_refusal(spec.in_features, widths[-1].bits) is None:
-            layout = exl2_layout.mixed(spec.in_features, widths)
-            if layout not in layouts.values():
-                layouts[mix] = layout
-    return layouts
 
 
 def _measure_stage(

@@ -1,12 +1,13 @@
 """`quantkit plan`: a measurement and a budget → the mix of each linear, as a file to edit or to quantize with."""
 
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from quantkit.allocation import Allocation
 from quantkit.measurement import MeasuredLinear, Measurement
-from quantkit.mix_plan import MixPlan, plan_mixes
+from quantkit.mix_plan import MixPlan, plan_mixes, require_no_dense
 from quantkit.plan import kind_of
 from quantkit.progress import Progress
 from quantkit.settings import PlanSettings
@@ -55,10 +56,29 @@ class PlanReport:
             for kind, found in kinds.items()
         ]
 
+    def dense_rows(self) -> list[list[str]]:
+        """Linears that stay dense: each kind with the reason and its share of all bits, and what can be done."""
+        kinds: dict[tuple[str, str], list[int]] = {}
+        for linear in self.measurement.dense:
+            kinds.setdefault((kind_of(linear.name), linear.dense_because or ""), []).append(linear.dense_bits)
+        rows = [
+            [f"`{kind}` ({len(bits)}×): {reason}; {sum(bits) / self.allocation.bits:.1%} of the bits"]
+            for (kind, reason), bits in kinds.items()
+        ]
+        return [*rows, [f"to give the others {self.plan.target:g} bits: `--bpw {self.proposal:g}`"]] if rows else []
+
+    @property
+    def proposal(self) -> float:
+        """The target at which quantized linears alone would have the bits asked for, upwards to two digits."""
+        fixed = sum(linear.dense_bits for linear in self.measurement.dense)
+        left = self.weights - sum(linear.weights for linear in self.measurement.dense)
+        return ceil((fixed + self.plan.target * left) / self.weights * 100) / 100
+
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of each table for people."""
         columns = ["bits per weight", "linears", "least", "mean", "most", "KL"]
-        return [("by kind of linear", columns, self.kind_rows()), (str(self.out), ["", ""], self.rows())]
+        tables = [("by kind of linear", columns, self.kind_rows()), (str(self.out), ["", ""], self.rows())]
+        return [("left dense", ["linears"], self.dense_rows()), *tables] if self.measurement.dense else tables
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -72,12 +92,16 @@ class PlanReport:
             "bound": self.allocation.bound,
             "linears": dict(self.plan.linears),
             "dense": dict(self.plan.dense),
+            "proposed_target": self.proposal if self.plan.dense else None,
         }
 
 
 def run(settings: PlanSettings, progress: Progress) -> PlanReport:
-    """Raises PlanError for a file that is no measurement and for a target out of reach."""
+    """Raises PlanError for a file that is no measurement and for a target out of reach; under `strict` FormatError for
+    linears that EXL2 cannot hold."""
     measurement = Measurement.load(settings.measurement)
+    if settings.strict:
+        require_no_dense(measurement)
     plan, allocation = plan_mixes(
         measurement, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head
     )

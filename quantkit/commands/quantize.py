@@ -31,10 +31,11 @@ from quantkit.commands.quantize_job import (
     open_subject,
     prepare,
     require_finite,
+    stored_bits,
 )
 from quantkit.commands.quantize_report import Calibration, Cost, Damage, Gradients, LinearResult, QuantizeReport
 from quantkit.commands.sensitivity import run_backward
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.errors import CheckpointError, GateError, RequestError
 from quantkit.evaluators import divergence
 from quantkit.formats.dense import DenseTensor
 from quantkit.models.architecture import HEAD
@@ -200,8 +201,19 @@ def _finish(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, datase
         {**checkpoint.config, "quantization_config": quantization},
         checkpoint.side_files(),
         job.recipe.side_json(quantization),
-        check=lambda folder: receipt.check(open_checkpoint(folder)),
+        check=lambda folder: _check(open_checkpoint(folder), job, receipt),
     )
+
+
+def _check(written: Checkpoint, job: QuantizeJob, receipt: Receipt) -> None:
+    """What is on the disk is what was solved, and takes the bits that were planned. GateError for anything else."""
+    receipt.check(written)
+    for linear in job.plan.linears:
+        if (bits := stored_bits(written, linear.name)) != linear.stored_bits:
+            raise GateError(
+                f"`{linear.name}` takes {bits} bits in `{written.path}`, planned were {linear.stored_bits}",
+                hint="this is a fault of quantkit: please report it",
+            )
 
 
 def _measure(subject: Subject, out: Path, windows: Tensor, progress: Progress) -> Damage:

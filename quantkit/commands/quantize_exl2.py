@@ -6,13 +6,14 @@ from pathlib import Path
 
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.commands.measure import measure_model
+from quantkit.commands.measure_outline import outline
 from quantkit.commands.quantize_job import Subject
 from quantkit.commands.quantize_recipe import Exl2Recipe, GptqRecipe, Recipe
 from quantkit.commands.sensitivity import BackwardPass
 from quantkit.errors import UsageError
 from quantkit.formats.gptq import GptqCodec
 from quantkit.measurement import Measurement
-from quantkit.mix_plan import MixPlan, plan_mixes, require_head_bits
+from quantkit.mix_plan import MixPlan, plan_mixes, require_head_bits, require_no_dense, require_reachable
 from quantkit.progress import Progress
 from quantkit.settings import QuantizeSettings
 
@@ -55,13 +56,17 @@ def choose_recipe(
         mixes = MixPlan.load(settings.plan)
         mixes.require(fingerprint(subject.checkpoint), settings.model)
         return Exl2Recipe(mixes)
+    assert settings.bpw is not None
     if settings.measurement is None:
+        expected = outline(subject)
+        if settings.strict:
+            require_no_dense(expected)
+        require_reachable(expected, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head)
         squares = run_backward().found.outputs
         measurement = measure_model(subject, folder, squares, settings.calibration, settings.seed, progress)
     else:
         measurement = Measurement.load(settings.measurement)
         measurement.require(fingerprint(subject.checkpoint), settings.model)
-    assert settings.bpw is not None
     mixes, allocation = plan_mixes(
         measurement, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head
     )

@@ -65,7 +65,7 @@ class Subject:
     @property
     def stored_bits(self) -> dict[str, int]:
         """All bits of each linear as the checkpoint has it."""
-        return {spec.name: _stored_bits(self.checkpoint, spec.name) for spec in self.linears}
+        return {spec.name: stored_bits(self.checkpoint, spec.name) for spec in self.linears}
 
     @property
     def parameters(self) -> int:
@@ -209,7 +209,7 @@ def _require_known(rows: Tensor, config: ModelConfig) -> None:
 
 def _require_space(plan: Plan, subject: Subject, spilled_bytes: int, out: Path) -> None:
     """Raises CheckpointError when the result, and hidden states that go to the disk, would not fit."""
-    before = sum(_stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
+    before = sum(stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
     after = sum(linear.stored_bits for linear in plan.work) // 8
     needed = subject.checkpoint.stored_bytes - before + after + spilled_bytes
     free = shutil.disk_usage(out.parent).free
@@ -220,7 +220,8 @@ def _require_space(plan: Plan, subject: Subject, spilled_bytes: int, out: Path) 
         )
 
 
-def _stored_bits(checkpoint: Checkpoint, linear: str) -> int:
+def stored_bits(checkpoint: Checkpoint, linear: str) -> int:
+    """All bits of a linear on the disk, by the headers of its files."""
     infos = (checkpoint.info(name) for name in checkpoint.tensors_of(linear))
     return sum(torch.Size(info.shape).numel() * info.dtype.itemsize * 8 for info in infos)
 

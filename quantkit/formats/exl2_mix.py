@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from quantkit.errors import FormatError
 from quantkit.formats import exl2_layout
-from quantkit.formats.exl2_layout import Width
+from quantkit.formats.exl2_layout import SHORT_STEP, STEP, Width
 
 _PART = re.compile(r"(\d+)@(-?\d+)(?::(\d+(?:\.\d+)?)%)?")
 
@@ -41,18 +41,20 @@ HEAD: Mapping[int, str] = {
 """Head bits → the mix that ExLlamaV2 gives a head of so many bits."""
 
 
-def read(text: str) -> tuple[Width, ...]:
-    """Raises FormatError for text that is no mix, and for a mix that EXL2 does not hold."""
-    widths = []
-    for part in text.split():
-        found = _PART.fullmatch(part)
-        if found is None or (found[3] is None and len(text.split()) > 1):
-            raise FormatError(f"`{text}` is no mix of widths", hint="write one as `5@64:25% 4@64:75%`, or as `4@128`")
-        widths.append(Width(int(found[1]), int(found[2]), float(found[3] or 100) / 100))
-    if not widths:
-        raise FormatError("an empty mix of widths holds nothing", hint="write one as `5@64:25% 4@64:75%`")
-    exl2_layout.check(widths)
-    return tuple(widths)
+def held(widths: Sequence[Width], in_features: int) -> tuple[Width, ...]:
+    """The mix with its least important 16 rows at 2 bits where so many input features can be held in no other way."""
+    if in_features % STEP != SHORT_STEP or widths[-1].bits == 2:
+        return tuple(widths)
+    if in_features == SHORT_STEP:
+        return (Width(2, STEP),)
+    tail = SHORT_STEP / in_features
+    shrunk = (Width(width.bits, width.group_size, width.share * (1 - tail)) for width in widths)
+    return (*shrunk, Width(2, STEP, tail))
+
+
+def head(bits: int, in_features: int) -> tuple[Width, ...]:
+    """The mix of a head of so many bits, one of `HEAD`."""
+    return held(read(HEAD[bits]), in_features)
 
 
 def spell(widths: Sequence[Width]) -> str:

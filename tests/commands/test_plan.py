@@ -8,7 +8,7 @@ import pytest
 
 from quantkit import cli
 from quantkit.commands.plan import run
-from quantkit.errors import PlanError, UsageError
+from quantkit.errors import FormatError, PlanError, UsageError
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.measurement import Candidate, MeasuredLinear, Measurement
 from quantkit.mix_plan import MixPlan, plan_mixes
@@ -114,8 +114,61 @@ def test_a_measurement_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
 
 
+def test_linears_that_stay_dense_are_listed_with_what_can_be_done(tmp_path: Path) -> None:
+    """Here 100 · 64 weights at 16 bits beside the others: by hand."""
+    measured(dense=True).save(tmp_path / "m.json")
+    report = run(PlanSettings(tmp_path / "m.json", 4.0, tmp_path / "p.json"), Silent())
+    others = report.weights - 6400
+    fair = (4.0 * others + 16 * 6400) / report.weights
+    assert fair <= report.proposal < fair + 0.01
+    listed, advice = (row[0] for row in report.dense_rows())
+    assert listed.startswith("`mlp.up_proj` (1×): 100 is no multiple; ") and f"--bpw {report.proposal:g}" in advice
+    assert report.tables()[0][0] == "left dense" and report.as_json()["proposed_target"] == report.proposal
+    better = run(PlanSettings(tmp_path / "m.json", report.proposal, tmp_path / "p.json"), Silent())
+    assert 3.99 <= (better.allocation.bits - 16 * 6400) / others < 4.02
+    (tmp_path / "p.json").unlink()
+    with pytest.raises(FormatError, match="`model.layers.0.mlp.up_proj` cannot be quantized: 100 is no multiple"):
+        run(PlanSettings(tmp_path / "m.json", 4.0, tmp_path / "p.json", strict=True), Silent())
+    assert not (tmp_path / "p.json").exists()
+    measured().save(tmp_path / "whole.json")
+    whole = run(PlanSettings(tmp_path / "whole.json", 4.0, tmp_path / "p.json", strict=True), Silent())
+    assert whole.dense_rows() == [] and whole.as_json()["proposed_target"] is None
+
+
 @pytest.mark.parametrize(
-    ("mix", "words"), [("4@64:50% 5@64:50%", "descending"), ("4 bits", "no mix of widths"), (4, "names and texts")]
+    ("change", "words"),
+    [
+        ({"include_head": "false"}, '`include_head` is "false", expected true or false'),
+        ({"head_bits": "6"}, '`head_bits` is "6", expected a number'),
+        ({"head_bits": 7}, "a head of 7 bits"),
+        ({"target": True}, "`target` is true, expected a number"),
+        ({"target": -1}, "expected bits per weight above 0"),
+        ({"linears": {}}, "quantizes no linear"),
+        ({"linears": ["a"]}, "`linears`: expected an object"),
+        ({"dense": {"a": None}}, "`dense`: expected an object of names and texts"),
+        ({"heads": 6}, "unknown key `heads`"),
+        ({"version": 2}, "expected version 1 of a quantkit plan, found 2"),
+    ],
+)
+def test_each_value_of_an_edited_plan_is_looked_at(change: dict, words: str, tmp_path: Path) -> None:
+    plan_mixes(measured(), 4.0, head_bits=6)[0].save(tmp_path / "p.json")
+    value = json.loads((tmp_path / "p.json").read_text())
+    (tmp_path / "p.json").write_text(json.dumps(value | change))
+    with pytest.raises(PlanError, match=words):
+        MixPlan.load(tmp_path / "p.json")
+
+
+def test_a_linear_that_an_edit_names_twice_is_refused(tmp_path: Path) -> None:
+    plan_mixes(measured(), 4.0, head_bits=6)[0].save(tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_text()
+    name = '"model.layers.0.mlp.down_proj": '
+    (tmp_path / "p.json").write_text(text.replace(name, f'{name}"8@128",\n  {name}', 1))
+    with pytest.raises(PlanError, match="it has `model.layers.0.mlp.down_proj` twice in one object"):
+        MixPlan.load(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize(
+    ("mix", "words"), [("4@64:50% 5@64:50%", "descending"), ("4 bits", "no mix of widths"), (4, "`linears`: expected an object of names and texts")]
 )
 def test_an_edit_that_makes_no_sense_is_refused(mix: object, words: str, tmp_path: Path) -> None:
     plan_mixes(measured(), 4.0, head_bits=6)[0].save(tmp_path / "p.json")

@@ -11,10 +11,12 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit import cli
 from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands import quantize as quantize_command
+from quantkit.commands import quantize_exl2
 from quantkit.commands.measure import run as measure
 from quantkit.commands.quantize import run
 from quantkit.commands.quantize_report import QuantizeReport
-from quantkit.errors import FormatError, PlanError, UsageError
+from quantkit.errors import FormatError, GateError, PlanError, UsageError
 from quantkit.mix_plan import MixPlan
 from quantkit.progress import Silent
 from quantkit.settings import MeasureSettings, PlanSettings, QuantizeSettings
@@ -111,6 +113,61 @@ def test_what_exl2_cannot_hold_stays_dense_is_said_and_refused_when_strict(tmp_p
     with pytest.raises(FormatError, match="72 input features"):
         quantize(source, tmp_path / "strict", bpw=7.0, strict=True)
     assert not (tmp_path / "strict").exists()
+
+
+def test_sixteen_rows_too_many_are_quantized_too(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", intermediate_size=112, dtype="bfloat16")
+    report = quantize(source, tmp_path / "out", bpw=5.0, strict=True)
+    down = next(linear for linear in report.plan.linears if linear.kind == "mlp.down_proj")
+    assert down.layout is not None and (down.layout.groups[-1].bits, down.layout.groups[-1].rows) == (2, 16)
+    assert linear_bits(tmp_path / "out") <= 5.0
+    before, after = quantkit.load(source)(IDS), quantkit.load(tmp_path / "out")(IDS)
+    assert (before - after).abs().mean() < 0.4 * before.std()
+
+
+def test_what_cannot_succeed_is_refused_before_the_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_exl2, "measure_model", None)
+    monkeypatch.setattr(quantize_command, "run_backward", lambda *_: pytest.fail("it was begun"))
+    source = tiny.write_model(tmp_path / "model", intermediate_size=72, dtype="bfloat16")
+    for bpw in (1.5, 20.0):
+        with pytest.raises(PlanError, match="out of reach") as caught:
+            quantize(source, tmp_path / "out", bpw=bpw)
+        assert "--bpw" in (caught.value.hint or "")
+    with pytest.raises(FormatError, match="72 input features"):
+        quantize(source, tmp_path / "out", bpw=7.0, strict=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_head_that_exl2_cannot_hold_stays_as_it_is(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", hidden_size=80, num_attention_heads=4, head_dim=24, vocab_size=300)
+    report = quantize(source, tmp_path / "out", bpw=5.0)
+    assert report.plan.head is not None and report.plan.head.layout is not None
+    assert report.plan.head.layout.groups[-1].rows == 16
+    odd = tiny.write_model(tmp_path / "odd", hidden_size=72, num_attention_heads=4, head_dim=24, dtype="bfloat16")
+    left = quantize(odd, tmp_path / "left", bpw=13.0)
+    assert any("`lm_head` stays dense: 72 input features" in remark for remark in left.remarks())
+    assert json.loads((tmp_path / "left" / "config.json").read_text())["quantization_config"]["head_bits"] == 16
+    assert "lm_head.weight" in open_checkpoint(tmp_path / "left").names()
+
+
+def test_an_edited_plan_that_misses_its_target_is_remarked_upon(model: Path, measured: Path, tmp_path: Path) -> None:
+    from quantkit.commands.plan import run as plan
+
+    plan(PlanSettings(measured, 4.0, tmp_path / "p.json"), Silent())
+    value = json.loads((tmp_path / "p.json").read_text())
+    for mix, words in (("8@128", "bits per weight, more than the 4 that it was made for"), ("3@64:10% 2@64:90%", "of 4: no")):
+        value["linears"] = dict.fromkeys(value["linears"], mix)
+        (tmp_path / "p.json").write_text(json.dumps(value))
+        report = quantize(model, tmp_path / mix[0], plan=tmp_path / "p.json")
+        reached = f"the plan takes {linear_bits(tmp_path / mix[0]):.4f} bits per weight"
+        assert any(reached in remark and words in remark for remark in report.remarks())
+
+
+def test_files_of_another_size_than_planned_do_not_appear(model: Path, measured: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(quantize_command, "stored_bits", lambda written, name: 1)
+    with pytest.raises(GateError, match=r"q_proj` takes 1 bits in .*, planned were"):
+        quantize(model, tmp_path / "out", bpw=4.0, measurement=measured)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_gives_the_bytes_of_its_budget(model: Path, measured: Path, tmp_path: Path) -> None:

@@ -45,3 +45,24 @@ def test_a_head_of_six_bits_takes_what_exllamav2_gives_it() -> None:
     assert stored_bits(layout, 32000, False) / (4096 * 32000) == pytest.approx(6.3448, abs=0.03)
     for text in exl2_mix.HEAD.values():
         assert refusal(mixed(576, exl2_mix.read(text))) is None
+
+
+@pytest.mark.parametrize("rows", [16, 48, 144, 592, 4112])
+def test_sixteen_rows_too_many_are_the_least_important_at_two_bits(rows: int) -> None:
+    for text in (*exl2_mix.CANDIDATES, *exl2_mix.HEAD.values()):
+        mix = exl2_mix.read(text)
+        held = exl2_mix.held(mix, rows)
+        layout = mixed(rows, exl2_mix.read(exl2_mix.spell(held)))
+        assert layout.rows == rows and refusal(layout) is None
+        assert (layout.groups[-1].bits, layout.groups[-1].rows) == (2, 16)
+        if mix[-1].bits == 2:
+            assert held == mix
+        elif rows > 16:
+            assert {group.bits for group in layout.groups[:-1]} <= {width.bits for width in mix}
+    assert exl2_mix.held(exl2_mix.read("4@64"), 576) == exl2_mix.read("4@64")
+
+
+def test_shares_written_with_a_few_digits_sum_to_one() -> None:
+    for part in range(1, 50):
+        mix = tuple(Width(bits, 32, share) for bits, share in ((5, part / 97), (4, part / 131), (3, 1 - part / 97 - part / 131)))
+        assert [width.bits for width in exl2_mix.read(exl2_mix.spell(mix))] == [5, 4, 3]

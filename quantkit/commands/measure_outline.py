@@ -1,0 +1,48 @@
+"""What a measurement will hold, known before any work: the layouts of each linear with their bits, damage not yet.
+
+It answers what needs no damage: whether a budget can be met, and which linears EXL2 cannot hold.
+"""
+
+from collections.abc import Mapping
+
+from quantkit.commands.quantize_job import Subject
+from quantkit.formats import exl2_layout, exl2_mix
+from quantkit.formats.codec import Layout
+from quantkit.measurement import Candidate, MeasuredLinear, Measurement
+from quantkit.models.architecture import LinearSpec
+
+
+def candidate_layouts(spec: LinearSpec) -> dict[str, Layout]:
+    """By mix: the candidates that a linear of this shape can hold, no layout twice; nothing where it can hold none."""
+    layouts: dict[str, Layout] = {}
+    if exl2_layout.shape_refusal(spec.in_features, 2) is None:
+        for text in exl2_mix.CANDIDATES:
+            mix = exl2_mix.spell(exl2_mix.held(exl2_mix.read(text), spec.in_features))
+            layout = exl2_layout.mixed(spec.in_features, exl2_mix.read(mix))
+            if layout not in layouts.values():
+                layouts[mix] = layout
+    return layouts
+
+
+def outline(subject: Subject) -> Measurement:
+    """The measurement of this model with all errors and damages 0, and neither fingerprint nor text."""
+    stored_bits, head = subject.stored_bits, subject.head
+    linears = tuple(
+        MeasuredLinear(
+            spec.name,
+            spec.in_features,
+            spec.out_features,
+            _unmeasured(spec, layouts),
+            0 if layouts else stored_bits[spec.name],
+            exl2_layout.shape_refusal(spec.in_features, 2),
+        )
+        for spec, layouts in ((spec, candidate_layouts(spec)) for spec in subject.linears)
+    )
+    return Measurement("", head.in_features, head.in_features * head.out_features, {}, linears)
+
+
+def _unmeasured(spec: LinearSpec, layouts: Mapping[str, Layout]) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(mix, exl2_layout.stored_bits(layout, spec.out_features, spec.bias), 0.0, 0.0)
+        for mix, layout in layouts.items()
+    )
