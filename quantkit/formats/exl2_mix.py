@@ -41,6 +41,20 @@ HEAD: Mapping[int, str] = {
 """Head bits → the mix that ExLlamaV2 gives a head of so many bits."""
 
 
+def read(text: str) -> tuple[Width, ...]:
+    """Raises FormatError for text that is no mix, and for a mix that EXL2 does not hold."""
+    widths = []
+    for part in text.split():
+        found = _PART.fullmatch(part)
+        if found is None or (found[3] is None and len(text.split()) > 1):
+            raise FormatError(f"`{text}` is no mix of widths", hint="write one as `5@64:25% 4@64:75%`, or as `4@128`")
+        widths.append(Width(int(found[1]), int(found[2]), float(found[3] or 100) / 100))
+    if not widths:
+        raise FormatError("an empty mix of widths holds nothing", hint="write one as `5@64:25% 4@64:75%`")
+    exl2_layout.check(widths)
+    return tuple(widths)
+
+
 def held(widths: Sequence[Width], in_features: int) -> tuple[Width, ...]:
     """The mix with its least important 16 rows at 2 bits where so many input features can be held in no other way."""
     if in_features % STEP != SHORT_STEP or widths[-1].bits == 2:
