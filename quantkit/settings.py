@@ -60,12 +60,31 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True)
 class ConvertSettings:
-    """`quantkit convert ROUTE IN OUT`, ROUTE as `gguf-to-hf`."""
+    """`quantkit convert ROUTE IN OUT`, ROUTE as `gguf-to-hf`: what every route reads, then what some do."""
 
     route: str
     source: Path
     out: Path
     overwrite: bool = False
+    bpw: float | None = None
+    match: float | None = None
+    head_bits: int | None = None
+    data_free: bool = False
+    original: str | None = None
+    measurement: Path | None = None
+    bits: int = 4
+    group_size: int = 128
+    sym: bool = True
+    act_order: bool = False
+    calibration: str = "bundled"
+    samples: int = 128
+    length: int = 512
+    seed: int = 0
+    evaluate: bool = True
+    dtype: str = "fp16"
+    shard_size: str = "4GiB"
+    adapters: tuple[str, ...] = ()
+    type: str = "F16"
 
 
 @dataclass(frozen=True, slots=True)

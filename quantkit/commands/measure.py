@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.fingerprint import fingerprint
-from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands.embedded import embedded
-from quantkit.commands.measure_outline import candidate_layouts, outline
+from quantkit.commands.measure_outline import outline, subject_layouts
 from quantkit.commands.quantize_block import ReadyStage, naming, ready_stages
 from quantkit.commands.quantize_job import Subject, choose_placement, open_subject, require_finite
 from quantkit.commands.sensitivity import run_backward
@@ -99,10 +99,13 @@ def measure(model: str | Path, out: str | Path, *, progress: Progress | None = N
     return run(MeasureSettings(str(model), Path(out), **options), progress or Tqdm())
 
 
-def run(settings: MeasureSettings, progress: Progress) -> MeasureReport:
-    """Measure. Raises an error of the tree for anything that cannot be done; then no file is left behind."""
+def run(settings: MeasureSettings, progress: Progress, source: Checkpoint | None = None) -> MeasureReport:
+    """Measure. Raises an error of the tree for anything that cannot be done; then no file is left behind.
+
+    `source` is what is read in place of `settings.model`: a quantized model, decoded.
+    """
     placement = choose_placement(settings.device, settings.dtype)
-    checkpoint = open_checkpoint(settings.model)
+    checkpoint = open_checkpoint(settings.model) if source is None else source
     require_place(settings.out)
     subject = open_subject(checkpoint, settings, placement)
     require_finite(checkpoint, progress)
@@ -126,7 +129,7 @@ def measure_model(
     Raises CalibrationError for activations or gradients that are not finite.
     """
     specs = {spec.name: spec for spec in subject.linears}
-    layouts = {name: candidate_layouts(spec) for name, spec in specs.items()}
+    layouts = subject_layouts(subject)
     planned = outline(subject)
     wanted = {linear.name for linear in planned.linears if linear.candidates}
     found = {linear.name: linear for linear in planned.dense}

@@ -59,16 +59,17 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress | None = 
     return run(QuantizeSettings(str(model), Path(out), **options), progress or Tqdm())
 
 
-def run(settings: QuantizeSettings, progress: Progress) -> QuantizeReport:
+def run(settings: QuantizeSettings, progress: Progress, source: Checkpoint | None = None) -> QuantizeReport:
     """Quantize. Raises an error of the tree for anything that cannot be done; then no folder is left behind.
 
+    `source` is what is read in place of `settings.model`: a quantized model, decoded.
     Only a GateError of the measurement at the end comes when the result is complete; it stays.
     """
     start = time.monotonic(), time.process_time()
     check_format(settings)
     effort = choose_effort(settings)
     placement = choose_placement(settings.device, settings.dtype)
-    checkpoint = open_checkpoint(settings.model)
+    checkpoint = open_checkpoint(settings.model) if source is None else source
     with CheckpointWriter(settings.out, source=checkpoint.path, overwrite=settings.overwrite) as writer:
         subject = open_subject(checkpoint, settings if effort.calibrates else None, placement)
         unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
