@@ -1,28 +1,51 @@
-"""`quantkit convert ROUTE IN OUT`: one command for each route."""
+"""`quantkit convert ROUTE IN OUT`: one command for each route of the table, with the options that it reads."""
 
-from pathlib import Path
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+from quantkit.cli import convert_options as options
+from quantkit.commands.convert_routes import ROUTES, Route, table
 from quantkit.settings import ConvertSettings
 
 convert = typer.Typer(
     help="Convert a model from one format to another.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Source = Annotated[Path, typer.Argument(metavar="IN", help="The model to convert.")]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; appears only when it is complete.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if it exists.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+
+@convert.callback()
+def _root(
+    context: typer.Context,
+    listing: Annotated[bool, typer.Option("--list", help="The routes: what each keeps, and what it needs.")] = False,
+) -> None:
+    if listing:
+        from quantkit import console
+
+        console.print_table("quantkit convert ROUTE IN OUT", *table())
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
-@convert.command("gguf-to-hf")
-def gguf_to_hf(source: Source, out: Out, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
-    """Dequantize a GGUF file into a Hugging Face folder: float16 weights, config and tokenizer."""
-    _run(ConvertSettings(route="gguf-to-hf", source=source, out=out, overwrite=overwrite), as_json)
+def _command(route: Route) -> Callable[..., None]:
+    """The function that Typer sees: its signature is made of the route's options."""
+
+    def run_route(**values: Any) -> None:
+        as_json = values.pop("json")
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        _run(ConvertSettings(route=route.name, **fields), as_json)
+
+    names = (*options.ALWAYS_FIRST, *route.options, *options.ALWAYS_LAST)
+    parameters = [options.parameter(name) for name in names]
+    run_route.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run_route.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run_route.__doc__ = route.summary
+    return run_route
 
 
 def _run(settings: ConvertSettings, as_json: bool) -> None:
@@ -32,5 +55,10 @@ def _run(settings: ConvertSettings, as_json: bool) -> None:
     report = run(settings, console.Bars())
     if as_json:
         console.print_json(report.as_json())
-    else:
-        console.print_table(f"quantkit convert {settings.route}", ["", "found"], report.rows())
+        return
+    for title, columns, rows in report.tables():
+        console.print_table(title, columns, rows)
+
+
+for _route in ROUTES:
+    convert.command(_route.name)(_command(_route))

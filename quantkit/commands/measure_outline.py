@@ -3,8 +3,9 @@
 It answers what needs no damage: whether a budget can be met, and which linears EXL2 cannot hold.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from quantkit.checkpoint.decoded import DecodedCheckpoint
 from quantkit.commands.quantize_job import Subject
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.formats.codec import Layout
@@ -12,11 +13,22 @@ from quantkit.measurement import Candidate, MeasuredLinear, Measurement
 from quantkit.models.architecture import LinearSpec
 
 
-def candidate_layouts(spec: LinearSpec) -> dict[str, Layout]:
+def subject_layouts(subject: Subject) -> dict[str, dict[str, Layout]]:
+    """The candidates of every linear; those of one that was quantized before keep its groups of rows together."""
+    source = subject.checkpoint
+    layouts = {}
+    for spec in subject.linears:
+        rows = source.group_rows(spec.name, spec.in_features) if isinstance(source, DecodedCheckpoint) else None
+        layouts[spec.name] = candidate_layouts(spec, rows)
+    return layouts
+
+
+def candidate_layouts(spec: LinearSpec, group_rows: int | None = None) -> dict[str, Layout]:
     """By mix: the candidates that a linear of this shape can hold, no layout twice; nothing where it can hold none."""
     layouts: dict[str, Layout] = {}
     if exl2_layout.shape_refusal(spec.in_features, 2) is None:
-        for text in exl2_mix.CANDIDATES:
+        mixes: Sequence[str] = exl2_mix.CANDIDATES
+        for text in mixes if group_rows is None else exl2_mix.aligned(mixes, spec.in_features, group_rows):
             mix = exl2_mix.spell(exl2_mix.held(exl2_mix.read(text), spec.in_features))
             layout = exl2_layout.mixed(spec.in_features, exl2_mix.read(mix))
             if layout not in layouts.values():
@@ -26,7 +38,7 @@ def candidate_layouts(spec: LinearSpec) -> dict[str, Layout]:
 
 def outline(subject: Subject) -> Measurement:
     """The measurement of this model with all errors and damages 0, and neither fingerprint nor text."""
-    stored_bits, head = subject.stored_bits, subject.head
+    stored_bits, head, all_layouts = subject.stored_bits, subject.head, subject_layouts(subject)
     linears = tuple(
         MeasuredLinear(
             spec.name,
@@ -36,7 +48,7 @@ def outline(subject: Subject) -> Measurement:
             0 if layouts else stored_bits[spec.name],
             exl2_layout.shape_refusal(spec.in_features, 2),
         )
-        for spec, layouts in ((spec, candidate_layouts(spec)) for spec in subject.linears)
+        for spec, layouts in ((spec, all_layouts[spec.name]) for spec in subject.linears)
     )
     return Measurement("", head.in_features, head.in_features * head.out_features, {}, linears)
 

@@ -27,7 +27,7 @@ from quantkit.models.linear import Linear
 from quantkit.models.transformer import Block, Head, Rotary
 from quantkit.plan import kind_of
 from quantkit.solver.gptq import solve_together
-from quantkit.solver.inverse import DAMPING, Factor, factor
+from quantkit.solver.inverse import DAMPING, Factor, factor, grouped
 
 HESSIAN_BYTES = 2 << 30
 FEWEST_TOKENS_PER_INPUT = 0.25
@@ -119,13 +119,13 @@ def ready_stages(
                 if tokens < FEWEST_TOKENS_PER_INPUT * linears[stage.linears[0]].in_features:
                     starved.append((stage, tokens))
                     continue
-            found = None if hessian is None else factor(hessian, name=stage.linears[0])
+            found = None if hessian is None else factor(hessian, _order(hessian, stage, linears), name=stage.linears[0])
             del hessian
             unknown = sensitivity is not None and stage.name not in sensitivity.stages
             yield ReadyStage(stage.linears, found, tokens, UNKNOWN if found and unknown else None)
     for stage, tokens in starved:
         shared = pools[kind_of(stage.name)].mean()
-        found = None if shared is None else factor(shared, name=stage.linears[0])
+        found = None if shared is None else factor(shared, _order(shared, stage, linears), name=stage.linears[0])
         instead = "rounded to nearest" if found is None else "solved with the inputs of all experts of its block"
         reason = f"only {tokens} calibration tokens reached this expert: {instead}"
         yield ReadyStage(stage.linears, found, tokens, reason)
@@ -146,6 +146,15 @@ class _Pool:
 
     def mean(self) -> Tensor | None:
         return None if self._sum is None else self._sum / self._tokens
+
+
+def _order(hessian: Tensor, stage: Stage, linears: Mapping[str, Linear]) -> Tensor | None:
+    """The processing order where all linears of a stage were quantized before, in the same groups; else None."""
+    groups = [linears[name].stored.row_groups for name in stage.linears]
+    first = groups[0]
+    if first is None or not all(own is not None and torch.equal(own, first) for own in groups):
+        return None
+    return grouped(hessian, first)
 
 
 def _chosen_stages(block: Block, names: Container[str]) -> list[Stage]:
@@ -183,7 +192,7 @@ def _observe(
     counts: dict[str, Tensor | None] = {}
     for stage in stages:
         first = linears[stage.linears[0]]
-        counts[stage.name] = sensitivity and sensitivity.counts(stage.name, stream.tokens)
+        counts[stage.name] = None if sensitivity is None else sensitivity.counts(stage.name, stream.tokens)
         share = TOKEN_SHARE if counts[stage.name] is None else 0.0
         hessians[stage.name] = Hessian(first.in_features, first.name, token_share=share, device=first.device)
     tokens: Counter[str] = Counter()

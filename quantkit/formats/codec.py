@@ -99,11 +99,15 @@ class Codes:
 
 
 class StoredTensor(ABC):
-    """One weight in its on-disk form, with its bias: frozen, complete, and able to be used as it is."""
+    """One weight in its on-disk form, with its bias: frozen, complete, and able to be used as it is.
+
+    row_groups  int64 [in]: the group of each row, where rows share scales and a group has one width; else None
+    """
 
     in_features: int
     out_features: int
     bias: Tensor | None
+    row_groups: Tensor | None = None
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:

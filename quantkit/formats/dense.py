@@ -32,10 +32,10 @@ def decode(name: str, tensors: Mapping[str, Tensor]) -> "DenseTensor":
 
 
 class DenseTensor(StoredTensor):
-    """A plain weight `[out, in]`, as on disk, with its bias `[out]`."""
+    """A plain weight `[out, in]`, as on disk, with its bias `[out]`; `row_groups` where it was quantized before."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, row_groups: Tensor | None = None) -> None:
+        self.weight, self.bias, self.row_groups = weight, bias, row_groups
         self.out_features, self.in_features = weight.shape
 
     def tensors(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@
 `4@64` is one width for all rows.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -39,6 +40,29 @@ HEAD: Mapping[int, str] = {
     8: "8@128",
 }
 """Head bits → the mix that ExLlamaV2 gives a head of so many bits."""
+
+
+def aligned(mixes: Sequence[str], in_features: int, rows: int) -> tuple[str, ...]:
+    """The same mixes for a weight whose groups of `rows` rows, a divisor of `in_features`, are to stay together.
+
+    Borders between widths go to the nearest border of those groups, and no group of a mix is cut by one; mixes that
+    become the same are named once. Where `rows` is no multiple of 32 the mixes stay as they are.
+    """
+    if rows % exl2_layout.STEP:
+        return tuple(mixes)
+    count = in_features // rows
+    kept: dict[str, None] = {}
+    for mix in mixes:
+        before, reached, widths = 0, 0.0, []
+        for width in read(mix):
+            reached += width.share
+            border = round(reached * count)
+            if border > before:
+                size = rows if width.group_size == -1 else math.gcd(width.group_size, rows)
+                widths.append(Width(width.bits, size, (border - before) / count))
+            before = border
+        kept[spell(widths)] = None
+    return tuple(kept)
 
 
 def read(text: str) -> tuple[Width, ...]:

@@ -82,6 +82,7 @@ class GptqTensor(StoredTensor):
         self.in_features, self.out_features = weight.group.numel(), weight.words.shape[1]
         self.bits = weight.bits
         self.bias = kept.get("bias")
+        self.row_groups = weight.group
         self._kept = dict(kept)
         self._device = weight.words.device.type
         self._weight: GptqWeight | None = weight

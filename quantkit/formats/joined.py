@@ -16,6 +16,10 @@ class JoinedTensor(StoredTensor):
         stored = list(self._parts.values())
         self.in_features = stored[0].in_features
         self.out_features = sum(part.out_features for part in stored)
+        groups = [part.row_groups for part in stored]
+        first = groups[0]
+        if first is not None and all(own is not None and torch.equal(own, first) for own in groups):
+            self.row_groups = first
         biases = [part.bias for part in stored]
         if all(bias is None for bias in biases):
             self.bias = None

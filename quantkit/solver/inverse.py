@@ -52,6 +52,25 @@ def descending(hessian: Tensor) -> Tensor:
     return torch.argsort(hessian.diagonal(), descending=True, stable=True)
 
 
+def grouped(hessian: Tensor, groups: Tensor) -> Tensor:
+    """A processing order that keeps groups of rows together, int64 [in]: the most active group first by the mean of its
+    diagonal, a smaller one than the first last; in a group inputs by their diagonal.
+
+    For weights that were quantized before: within an old group they lie on a few values, which a new group of the same
+    rows can meet and one of other rows cannot. groups int64 [in].
+    """
+    diagonal = hessian.diagonal().double()
+    count = int(groups.max()) + 1
+    rows = torch.bincount(groups, minlength=count)
+    means = torch.zeros(count, dtype=torch.float64).index_add_(0, groups, diagonal) / rows.clamp(min=1)
+    whole = rows >= rows.max()
+    places = sorted(range(count), key=lambda group: (not bool(whole[group]), -float(means[group]), group))
+    rank = torch.empty(count, dtype=torch.int64)
+    rank[torch.tensor(places)] = torch.arange(count)
+    inside = descending(hessian)
+    return inside[torch.argsort(rank[groups[inside]], stable=True)]
+
+
 def factor(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING, *, name: str = "") -> Factor:
     """Factor a symmetric Hessian, float32 [in, in]; `order` None means `descending(hessian)`.
 

@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 
 import quantkit
 from quantkit.commands import convert
+from quantkit.commands.convert_gguf_to_hf import GgufImport
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.progress import Silent
 from quantkit.settings import ConvertSettings
 
 
-def gguf_to_hf(source, out, **options) -> convert.ConvertReport:
+def gguf_to_hf(source, out, **options) -> GgufImport:
     return convert.run(ConvertSettings("gguf-to-hf", source, out, **options), Silent())
 
 
