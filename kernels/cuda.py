@@ -160,7 +160,7 @@ class CudaBackend(ReferenceBackend):
     def gptq_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
         if not isinstance(repacked, GptqTiles):
             return super().gptq_matmul(x, repacked)
-        defines = {"BITS": repacked.bits, "SCALE": FLOAT_NAMES[repacked.scales.dtype]}
+        defines: dict[str, int | str] = {"BITS": repacked.bits, "SCALE": FLOAT_NAMES[repacked.scales.dtype]}
         shift = repacked.group_shift
         inputs = (repacked.words, repacked.scales, repacked.zeros, repacked.run_group if shift is None else None)
         sizes = (len(repacked.run_group), repacked.scales.shape[1], shift or 0)

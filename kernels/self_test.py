@@ -98,7 +98,6 @@ def _gptq_matmul(backend: CudaBackend, device: torch.device) -> Cases:
             x = _activations(rows, 512, dtype, device)
             yield f"{bits} bits, {rows} rows", *_product_error(backend.gptq_matmul(x, repacked), x, dense)
 
-
     # So many columns that no product is split, and each block goes through several chunks of rows.
     weight = _on(random_weights.gptq(LONG, 256 * backend.processors(device), 4, 128), device)
     dense, repacked = _REFERENCE.gptq_dequantize(weight), backend.gptq_repack(weight)
@@ -113,7 +112,6 @@ def _exl2_matmul(backend: CudaBackend, device: torch.device) -> Cases:
     for rows, dtype in SHAPES:
         x = _activations(rows, weight.order.numel(), dtype, device)
         yield f"all widths, {rows} rows", *_product_error(backend.exl2_matmul(x, repacked), x, dense)
-
 
     weight = _on(random_weights.exl2(LONG_MIXED, 256 * backend.processors(device)), device)
     dense, repacked = _REFERENCE.exl2_dequantize(weight), backend.exl2_repack(weight)
@@ -141,9 +139,10 @@ def _grid_error(backend: CudaBackend, device: torch.device) -> Cases:
     for bits in WIDTHS:
         rows, importance = torch.randn(70, 50, generator=random), torch.rand(70, generator=random)
         scales, zeros = _grids(35, 50, bits, random)
-        inputs = [value.to(device) for value in (rows, importance, scales, zeros)]
+        rows, importance, scales, zeros = (value.to(device) for value in (rows, importance, scales, zeros))
         top = (1 << bits) - 1
-        error = _difference(backend.grid_error(*inputs, top), _REFERENCE.grid_error(*inputs, top))
+        found = backend.grid_error(rows, importance, scales, zeros, top)
+        error = _difference(found, _REFERENCE.grid_error(rows, importance, scales, zeros, top))
         yield f"{bits} bits", error, 1e-5
 
 
@@ -158,8 +157,8 @@ def _solve_rows(backend: CudaBackend, device: torch.device) -> Cases:
         factor = torch.eye(b) + torch.randn(b, b, generator=random).tril(-1) / b
         scales, zeros = _grids(3, out, bits, random)
         group = torch.arange(b) // 50
-        inputs = [value.to(device) for value in (weight, target, factor, group, scales, zeros)]
-        codes, errors = (value.cpu() for value in backend.solve_rows(*inputs, top))
+        w, start, below, grid, s, z = (value.to(device) for value in (weight, target, factor, group, scales, zeros))
+        codes, errors = (value.cpu() for value in backend.solve_rows(w, start, below, grid, s, z, top))
         t = target.double() + factor.tril(-1).double() @ errors.double()
         ideal = (t / scales[group].double() + zeros[group]).clamp(0, top)
         yield f"{bits} bits, distance from the nearest code", float((codes - ideal).abs().max()) - 0.5, 1e-4
