@@ -14,6 +14,7 @@ __version__ = VERSION
 _HOMES = {
     "quantize": "quantkit.commands.quantize",
     "measure": "quantkit.commands.measure",
+    "check": "quantkit.commands.check",
     "convert": "quantkit.commands.convert",
     "evaluate": "quantkit.commands.evaluate",
     "generate": "quantkit.commands.generate",

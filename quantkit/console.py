@@ -52,11 +52,11 @@ def print_json(value: dict[str, Any]) -> None:
     print_text(line)
 
 
-def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A result for people, on stdout. The first column is text, the others are right-aligned figures."""
+def print_table(title: str, columns: list[str], rows: list[list[str]], *, text_columns: int = 1) -> None:
+    """A result for people, on stdout. The first columns are text, the others are right-aligned figures."""
     table = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(column, justify="left" if index < text_columns else "right")
     for row in rows:
         table.add_row(*map(Text, row))  # as it is: brackets in a path are no markup
     with _written():

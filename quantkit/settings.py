@@ -137,3 +137,10 @@ class GenerateSettings:
     ignore_eos: bool = False
     device: str = "auto"
     dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSettings:
+    """`quantkit check PATH`."""
+
+    path: Path

@@ -14,8 +14,8 @@ LAYERS = [
     {"formats"},
     {"models"},
     {"checkpoint"},
-    {"allocation", "measurement"},
-    {"job", "plan", "mix_plan", "calibration", "solver", "runtime"},
+    {"allocation", "measurement", "memory", "inventory"},
+    {"job", "plan", "mix_plan", "consumers", "consumer_rules", "calibration", "solver", "runtime"},
     {"evaluators"},
     {"commands"},
     {"console"},
@@ -25,6 +25,7 @@ LAYERS = [
 SIDEWAYS = {
     ("settings", "errors"),
     ("job", "plan"),  # a job stores its plan
+    ("consumers", "consumer_rules"),  # who asks, and what may be asked
     ("mix_plan", "plan"),  # mixes become layouts
 }
 # Settings stop at the commands.

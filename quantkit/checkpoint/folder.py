@@ -134,16 +134,22 @@ def is_pickle(name: str) -> bool:
 def _read_weight_map(folder: Path) -> dict[str, Path]:
     path = folder / INDEX
     require([path], "found in the folder")
+    said = read_index(folder)
+    places = {file: shard_place(folder, file) for file in set(said.values())}
+    return {tensor: places[file] for tensor, file in said.items()}
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor → file, as the index has it. Raises CheckpointError where it names none."""
     said = read_json(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(said, dict) or not all(isinstance(file, str) for file in said.values()):
         raise CheckpointError(f"`{path}` has no `weight_map` from tensor names to files", hint="fetch it again")
     if not said:
         raise CheckpointError(f"`{path}` names no tensors", hint="fetch it again")
-    places = {file: _inside(folder, file) for file in set(said.values())}
-    return {tensor: places[file] for tensor, file in said.items()}
+    return said
 
 
-def _inside(folder: Path, name: str) -> Path:
+def shard_place(folder: Path, name: str) -> Path:
     """The file an index names, which must lie in the folder: no way up, no root, no linked folder that leads out."""
     parts = PurePosixPath(name).parts
     leaves = not parts or name.startswith("/") or ".." in parts or "\0" in name or "\\" in name

@@ -132,6 +132,10 @@ class Checkpoint:
         """The tensors that make up a linear, as they are called on disk."""
         return [f"{module}.{suffix}" for module in self._modules_of(name) for suffix in self._suffixes[module]]
 
+    def suffixes(self, module: str) -> list[str]:
+        """What follows the name of a module on disk in the names of its tensors; empty where there is no such module."""
+        return list(self._suffixes.get(module, ()))
+
     def side_files(self) -> list[Path]:
         """What goes along when the model is written anew: tokenizer, chat template, licence, model card, …"""
         return folders.side_files(self.path)

@@ -2,6 +2,7 @@
 
 import typer
 
+from quantkit.cli.check import check
 from quantkit.cli.convert import convert
 from quantkit.cli.doctor import doctor
 from quantkit.cli.evaluate import evaluate
@@ -40,4 +41,5 @@ app.command()(plan)
 app.add_typer(convert, name="convert")
 app.add_typer(evaluate, name="eval")
 app.command()(generate)
+app.command()(check)
 app.command()(doctor)
