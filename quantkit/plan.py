@@ -1,7 +1,8 @@
 """Plan: which linears of a model are quantized, in which layout, which stay dense and why; known before any work.
 
-`plan = uniform(specs, codec, stored_bits)` gives every linear the codec's own layout; `plan.check_done(names)` compares
-what was planned with what was written, so that no linear can be skipped in silence. Nothing here reads a weight.
+`plan = uniform(specs, codec, stored_bits)` gives every linear the codec's own layout, `plan_linear` one of them;
+`plan.check_done(names)` compares what was planned with what was written, so that no linear can be skipped in silence.
+Nothing here reads a weight.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,6 +38,11 @@ class PlannedLinear:
         """The name without the numbers of block and expert: `mlp.experts.down_proj`."""
         return kind_of(self.name)
 
+    @property
+    def is_expert(self) -> bool:
+        """Of a mixture: one of many that a router chooses from."""
+        return ".experts." in self.name
+
 
 def kind_of(name: str) -> str:
     """`model.layers.3.mlp.experts.1.up_proj` → `mlp.experts.up_proj`: what all blocks call this linear."""
@@ -48,10 +54,12 @@ def kind_of(name: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Every linear of the blocks, in the order of the model; and the head where that is quantized too, which no sum
-    below counts. `notes` are remarks on the whole."""
+    below counts, unless the head is new: a tied one that becomes a weight of its own takes `added_bits` more.
+    `notes` are remarks on the whole."""
 
     linears: tuple[PlannedLinear, ...]
     head: PlannedLinear | None = None
+    added_bits: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -77,11 +85,11 @@ class Plan:
 
     @property
     def stored_bits(self) -> int:
-        return sum(linear.stored_bits for linear in self.linears)
+        return sum(linear.stored_bits for linear in self.linears) + self.added_bits
 
     @property
     def bits_per_weight(self) -> float:
-        """All stored bits of all linears, dense ones and side data included, for each weight."""
+        """All stored bits of all linears, dense ones, side data and an added head included, for each weight."""
         return self.stored_bits / max(1, sum(linear.weights for linear in self.linears))
 
     def remarks(self) -> list[str]:
@@ -131,6 +139,7 @@ class Plan:
         return {
             "bits_per_weight": self.bits_per_weight,
             "head_bits_per_weight": None if head is None else head.stored_bits / head.weights,
+            "added_bytes": self.added_bits // 8,
             "quantized": len(self.quantized),
             "dense": [{"name": linear.name, "reason": linear.dense_because} for linear in self.dense],
             "short_groups": [
@@ -147,13 +156,18 @@ def uniform(specs: Iterable[LinearSpec], codec: Codec, stored_bits: Mapping[str,
     stored_bits  of each linear as the source has it, bias included: what those take that the codec cannot hold
     """
 
-    def planned(spec: LinearSpec) -> PlannedLinear:
-        name, rows, columns = spec.name, spec.in_features, spec.out_features
-        refusal = codec.refusal(rows, columns)
-        if refusal is not None:
-            return PlannedLinear(name, rows, columns, None, stored_bits[name], refusal)
-        layout, bits = codec.layout(rows), codec.stored_bits(rows, columns, spec.bias)
-        first, last = layout.groups[0].rows, layout.groups[-1].rows
-        return PlannedLinear(name, rows, columns, layout, bits, short_group=(last, first) if last < first else None)
+    return Plan(tuple(plan_linear(spec, codec, stored_bits[spec.name]) for spec in specs if spec.quantizable))
 
-    return Plan(tuple(planned(spec) for spec in specs if spec.quantizable))
+
+def plan_linear(
+    spec: LinearSpec, codec: Codec | None, stored_bits: int, dense_because: str | None = None
+) -> PlannedLinear:
+    """One linear in the codec's own layout. Without a codec, or where it cannot hold the linear, it stays dense, in its
+    `stored_bits`."""
+    name, rows, columns = spec.name, spec.in_features, spec.out_features
+    refusal = dense_because if codec is None else codec.refusal(rows, columns)
+    if codec is None or refusal is not None:
+        return PlannedLinear(name, rows, columns, None, stored_bits, refusal)
+    layout, bits = codec.layout(rows), codec.stored_bits(rows, columns, spec.bias)
+    first, last = layout.groups[0].rows, layout.groups[-1].rows
+    return PlannedLinear(name, rows, columns, layout, bits, short_group=(last, first) if last < first else None)

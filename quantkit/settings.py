@@ -15,6 +15,11 @@ class QuantizeSettings:
     group_size: int = 128
     sym: bool = True
     act_order: bool = False
+    checkpoint_format: str | None = None
+    rule: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    lm_head: bool = False
+    untie_head: bool = False
     effort: str = "default"
     calibration: str = "bundled"
     samples: int = 128

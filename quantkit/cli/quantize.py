@@ -24,6 +24,33 @@ def quantize(
     act_order: Annotated[
         bool, typer.Option("--act-order", help="GPTQ: groups of inputs alike in activation: better, slower to run.")
     ] = False,
+    checkpoint_format: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint-format",
+            help="GPTQ: gptq holds zero point - 1, gptq_v2 the zero point; by default gptq if all is symmetric.",
+        ),
+    ] = None,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule",
+            help="GPTQ: REGEX:bits=8,group_size=32 (also sym, act_order) for linears whose full name begins so; may be "
+            "repeated, the first match decides.",
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option("--skip", help="GPTQ: REGEX of linears that stay as they are; may be repeated, precedes rules."),
+    ] = None,
+    lm_head: Annotated[bool, typer.Option("--lm-head", help="GPTQ: quantize the head too.")] = False,
+    untie_head: Annotated[
+        bool,
+        typer.Option(
+            "--untie-head",
+            help="GPTQ: a head that is the embedding becomes a weight of its own; the bytes are in the report.",
+        ),
+    ] = False,
     effort: Annotated[
         str,
         typer.Option(
@@ -79,6 +106,11 @@ def quantize(
         group_size=group_size,
         sym=sym,
         act_order=act_order,
+        checkpoint_format=checkpoint_format,
+        rule=tuple(rule or ()),
+        skip=tuple(skip or ()),
+        lm_head=lm_head,
+        untie_head=untie_head,
         effort=effort,
         bpw=rates[0] if rates else None,
         head_bits=head_bits,

@@ -38,7 +38,7 @@ from quantkit.commands.sensitivity import run_backward
 from quantkit.errors import CheckpointError, GateError, RequestError
 from quantkit.evaluators import divergence
 from quantkit.formats.dense import DenseTensor
-from quantkit.models.architecture import HEAD
+from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.transformer import Model, Rotary, load_block, load_head
 from quantkit.plan import kind_of
 from quantkit.progress import Progress, Tqdm
@@ -140,7 +140,7 @@ def _quantize(
         def keep(solved: SolvedLinear, place: str) -> DenseTensor:
             name, stored = solved.result.name, solved.stored
             for suffix, tensor in stored.tensors().items():
-                _add(writer, receipt, f"{_module_on_disk(source, name)}.{suffix}", tensor)
+                _add(writer, receipt, f"{subject.module_on_disk(name)}.{suffix}", tensor)
             receipt.add_weight(name, solved.weight)
             results.append(solved.result)
             task.advance(note=f"{place}, {kind_of(name)}, error {solved.result.error:.5f}")
@@ -164,7 +164,7 @@ def _quantize(
                 return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next block is read
 
             stream.advance(run_block, f"block {index}")
-        if stream is not None and job.plan.head is not None:
+        if job.plan.head is not None:
             head = load_head(source, subject.config, subject.architecture, dtype, device)
             keep(solve_head(head, stream, codecs), "head")
     return results, receipt
@@ -173,15 +173,6 @@ def _quantize(
 def _add(writer: CheckpointWriter, receipt: Receipt, name: str, tensor: Tensor) -> None:
     writer.add(name, tensor)
     receipt.add(name, tensor)
-
-
-def _module_on_disk(checkpoint: Checkpoint, linear: str) -> str:
-    """What the source calls a linear; its Hugging Face name where the source holds it in parts, or not at all, as a
-    tied head."""
-    if linear == HEAD and not checkpoint.has(f"{HEAD}.weight"):
-        return linear
-    modules = {name.rpartition(".")[0] for name in checkpoint.tensors_of(linear)}
-    return modules.pop() if len(modules) == 1 else linear
 
 
 def _pass_through(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt) -> None:
@@ -193,13 +184,16 @@ def _pass_through(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt) 
     for name in checkpoint.names():
         if name not in replaced:
             _add(writer, receipt, name, checkpoint.tensor(name))
+    if job.plan.added_bits and job.plan.head is None:
+        _add(writer, receipt, f"{HEAD}.weight", checkpoint.tensor(f"{EMBEDDING}.weight"))
 
 
 def _finish(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, dataset: str) -> list[Path]:
     checkpoint, (rows, length) = job.subject.checkpoint, job.subject.rows.shape
     quantization = job.recipe.config(job.plan, rows, length, dataset)
+    untied = {"tie_word_embeddings": False} if job.plan.added_bits else {}
     return writer.finish(
-        {**checkpoint.config, "quantization_config": quantization},
+        {**checkpoint.config, **untied, "quantization_config": quantization},
         checkpoint.side_files(),
         job.recipe.side_json(quantization),
         check=lambda folder: _check(open_checkpoint(folder), job, receipt),

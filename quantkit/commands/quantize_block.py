@@ -84,17 +84,23 @@ def round_block(block: Block, codecs: Mapping[str, Codec]) -> Iterator[SolvedLin
         yield from solve_stage(block.linears, ReadyStage(stage.linears, None, 0), codecs)
 
 
-def solve_head(head: Head, stream: ActivationStream, codecs: Mapping[str, Codec]) -> SolvedLinear:
-    """Solve the output linear for the states behind the last block. Raises as `solve_block` does."""
+def solve_head(head: Head, stream: ActivationStream | None, codecs: Mapping[str, Codec]) -> SolvedLinear:
+    """Solve the output linear for the states behind the last block; without them round it to nearest. Raises as
+    `solve_block` does."""
+    linear = head.linear
+    ready = ReadyStage((linear.name,), None, 0) if stream is None else _ready_head(head, stream)
+    (solved,) = solve_stage({linear.name: linear}, ready, codecs)
+    return solved
+
+
+def _ready_head(head: Head, stream: ActivationStream) -> ReadyStage:
     linear, tokens = head.linear, 0
     hessian = Hessian(linear.in_features, linear.name, token_share=TOKEN_SHARE, device=linear.device)
     for hidden in stream.batches():
         rows = head.norm(hidden.to(linear.device)).flatten(0, 1)
         hessian.add(rows)
         tokens += len(rows)
-    ready = ReadyStage((linear.name,), factor(hessian.finish(), name=linear.name), tokens)
-    (solved,) = solve_stage({linear.name: linear}, ready, codecs)
-    return solved
+    return ReadyStage((linear.name,), factor(hessian.finish(), name=linear.name), tokens)
 
 
 def ready_stages(

@@ -1,7 +1,7 @@
 """Which recipe the options of `quantkit quantize` ask for. An EXL2 one comes from a plan, or from a measurement and a
 budget, and where there is no measurement it is made first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from quantkit.checkpoint.fingerprint import fingerprint
@@ -9,15 +9,20 @@ from quantkit.commands.measure import measure_model
 from quantkit.commands.measure_outline import outline
 from quantkit.commands.quantize_job import Subject
 from quantkit.commands.quantize_recipe import Exl2Recipe, GptqRecipe, Recipe
+from quantkit.commands.quantize_rules import Rule, read_rules
 from quantkit.commands.sensitivity import BackwardPass
 from quantkit.errors import UsageError
 from quantkit.formats.gptq import GptqCodec
 from quantkit.measurement import Measurement
 from quantkit.mix_plan import MixPlan, plan_mixes, require_head_bits, require_no_dense, require_reachable
+from quantkit.models.architecture import HEAD
 from quantkit.progress import Progress
 from quantkit.settings import QuantizeSettings
 
-GPTQ_OPTIONS = ("bits", "group_size", "sym", "act_order")
+GPTQ_OPTIONS = (
+    *("bits", "group_size", "sym", "act_order", "checkpoint_format"),
+    *("rule", "skip", "lm_head", "untie_head"),
+)
 EXL2_OPTIONS = ("bpw", "head_bits", "include_head", "measurement", "plan")
 
 
@@ -27,7 +32,10 @@ def check_format(settings: QuantizeSettings) -> None:
     plain = QuantizeSettings(settings.model, settings.out)
     if settings.format == "gptq":
         _refuse_others(settings, plain, EXL2_OPTIONS, "use `--format exl2` with it")
-        _gptq(settings)
+        rules = read_rules(settings.rule, settings.skip)
+        base = _gptq(settings, rules)
+        for rule in rules:
+            rule.codec(base)
     elif settings.format == "exl2":
         _refuse_others(settings, plain, GPTQ_OPTIONS, "EXL2 takes `--bpw 4.0`")
         if (settings.bpw is None) == (settings.plan is None):
@@ -51,7 +59,7 @@ def choose_recipe(
     Raises PlanError for a measurement or a plan of another model, and for a budget out of reach.
     """
     if settings.format == "gptq":
-        return GptqRecipe(_gptq(settings))
+        return _choose_gptq(settings, subject)
     if settings.plan is not None:
         mixes = MixPlan.load(settings.plan)
         mixes.require(fingerprint(subject.checkpoint), settings.model)
@@ -74,8 +82,26 @@ def choose_recipe(
     return Exl2Recipe(mixes)
 
 
-def _gptq(settings: QuantizeSettings) -> GptqCodec:
-    return GptqCodec(settings.bits, settings.group_size, settings.sym, settings.act_order)
+def _choose_gptq(settings: QuantizeSettings, subject: Subject) -> GptqRecipe:
+    """Raises UsageError for what cannot be done with the head of this model."""
+    tied = subject.config.tie_embeddings
+    if settings.lm_head and tied and not settings.untie_head:
+        raise UsageError(
+            "the head of this model is its embedding, which is not quantized",
+            hint="add `--untie-head` for a head of its own, or leave out `--lm-head`",
+        )
+    if settings.untie_head and not tied:
+        raise UsageError("the head of this model is a weight of its own already", hint="leave out `--untie-head`")
+    rules = read_rules(settings.rule, settings.skip)
+    names = {name: subject.module_on_disk(name) for name in (*(spec.name for spec in subject.linears), HEAD)}
+    return GptqRecipe(_gptq(settings, rules), names, rules, settings.lm_head, settings.untie_head)
+
+
+def _gptq(settings: QuantizeSettings, rules: Iterable[Rule]) -> GptqCodec:
+    """The codec of linears without a rule. One asymmetric linear makes the whole folder `gptq_v2`."""
+    sym = settings.sym and all((rule.changes or {}).get("sym", True) for rule in rules)
+    written = settings.checkpoint_format or ("gptq" if sym else "gptq_v2")
+    return GptqCodec(settings.bits, settings.group_size, settings.sym, settings.act_order, written)
 
 
 def _refuse_others(settings: QuantizeSettings, plain: QuantizeSettings, names: tuple[str, ...], hint: str) -> None:

@@ -14,7 +14,7 @@ from quantkit.commands.quantize_recipe import Recipe
 from quantkit.errors import BackendError, CalibrationError, CheckpointError, FormatError, UsageError
 from quantkit.formats.codec import Codec
 from quantkit.models import catalog
-from quantkit.models.architecture import HEAD, Architecture, LinearSpec
+from quantkit.models.architecture import EMBEDDING, HEAD, Architecture, LinearSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.contents import check_contents
 from quantkit.plan import Plan
@@ -64,8 +64,17 @@ class Subject:
 
     @property
     def stored_bits(self) -> dict[str, int]:
-        """All bits of each linear as the checkpoint has it."""
-        return {spec.name: stored_bits(self.checkpoint, spec.name) for spec in self.linears}
+        """All bits of each linear as the checkpoint has it, and those of the head, be they the embedding's."""
+        bits = {spec.name: stored_bits(self.checkpoint, spec.name) for spec in self.linears}
+        return {**bits, HEAD: stored_bits(self.checkpoint, EMBEDDING if self.config.tie_embeddings else HEAD)}
+
+    def module_on_disk(self, linear: str) -> str:
+        """What a linear is called when it is written: as in the source; its Hugging Face name where the source holds
+        it in parts, or not at all, as a tied head."""
+        if linear == HEAD and not self.checkpoint.has(f"{HEAD}.weight"):
+            return linear
+        modules = {name.rpartition(".")[0] for name in self.checkpoint.tensors_of(linear)}
+        return modules.pop() if len(modules) == 1 else linear
 
     @property
     def parameters(self) -> int:
@@ -210,7 +219,7 @@ def _require_known(rows: Tensor, config: ModelConfig) -> None:
 def _require_space(plan: Plan, subject: Subject, spilled_bytes: int, out: Path) -> None:
     """Raises CheckpointError when the result, and hidden states that go to the disk, would not fit."""
     before = sum(stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
-    after = sum(linear.stored_bits for linear in plan.work) // 8
+    after = sum(linear.stored_bits for linear in plan.work) // 8 + (0 if plan.head else plan.added_bits // 8)
     needed = subject.checkpoint.stored_bytes - before + after + spilled_bytes
     free = shutil.disk_usage(out.parent).free
     if needed > free:

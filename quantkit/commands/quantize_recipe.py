@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quantkit.commands.quantize_rules import Rule, as_dynamic, deciding, require_used
+from quantkit.errors import FormatError
 from quantkit.formats import exl2_config
 from quantkit.formats.codec import Codec
 from quantkit.formats.exl2 import Exl2Codec
 from quantkit.formats.gptq import GptqCodec
 from quantkit.mix_plan import MixPlan
-from quantkit.models.architecture import LinearSpec
-from quantkit.plan import Plan, PlannedLinear, uniform
+from quantkit.models.architecture import HEAD, LinearSpec
+from quantkit.plan import Plan, PlannedLinear, plan_linear
 
 
 class Recipe(Protocol):
@@ -42,29 +44,86 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GptqRecipe:
-    """One width and group size for all linears; the head stays dense."""
+    """One codec for all linears, and rules for those that differ.
 
-    uniform_codec: GptqCodec
+    names       linear → what it is called on disk, which is what rules are matched with
+    lm_head     the head is quantized too
+    untie_head  the head is the embedding so far, and becomes a weight of its own
+    """
+
+    base: GptqCodec
+    names: Mapping[str, str]
+    rules: tuple[Rule, ...] = ()
+    lm_head: bool = False
+    untie_head: bool = False
 
     @property
     def name(self) -> str:
-        return self.uniform_codec.name
+        return self.base.name
 
     def settings(self) -> dict[str, Any]:
-        codec = self.uniform_codec
-        return {key: getattr(codec, key) for key in ("bits", "group_size", "sym", "act_order")}
+        return {
+            **{key: getattr(self.base, key) for key in ("bits", "group_size", "sym", "act_order", "checkpoint_format")},
+            "rule": [rule.option for rule in self.rules if rule.changes is not None],
+            "skip": [rule.option for rule in self.rules if rule.changes is None],
+            "lm_head": self.lm_head,
+            "untie_head": self.untie_head,
+        }
 
     def plan(self, specs: Iterable[LinearSpec], head: LinearSpec, stored_bits: Mapping[str, int]) -> Plan:
-        return uniform(specs, self.uniform_codec, stored_bits)
+        """Raises UsageError for a rule that decides nothing, FormatError for a head that cannot be quantized."""
+        own = [spec for spec in specs if spec.quantizable]
+        asked = [*own, head] if self.lm_head else own
+        require_used(self.rules, [self._on_disk(spec.name) for spec in asked])
+        planned = [self._planned(spec, stored_bits[spec.name]) for spec in asked]
+        last = planned.pop() if self.lm_head else None
+        if last is not None and last.layout is None and self._codec(HEAD) is not None:
+            raise FormatError(f"`{HEAD}` cannot be quantized: {last.dense_because}", hint="leave out `--lm-head`")
+        quantized_head = last if last is not None and last.layout is not None else None
+        added = quantized_head.stored_bits if quantized_head else stored_bits[HEAD]
+        return Plan(tuple(planned), quantized_head, added_bits=added if self.untie_head else 0)
 
     def codec(self, linear: PlannedLinear) -> Codec:
-        return self.uniform_codec
+        codec = self._codec(linear.name)
+        assert codec is not None, "it stays dense"
+        return codec
 
     def config(self, plan: Plan, rows: int, length: int, dataset: str) -> dict[str, Any]:
-        return self.uniform_codec.config(true_sequential=False, dynamic=_rules(plan))
+        return self.base.config(
+            lm_head=plan.head is not None,
+            true_sequential=False,
+            quantized_names=_quantized_names(plan),
+            dynamic=as_dynamic(self.rules) | self._dense_rules(plan),
+        )
 
     def side_json(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return {"quantize_config.json": config}
+
+    def _on_disk(self, linear: str) -> str:
+        return self.names.get(linear, linear)
+
+    def _codec(self, linear: str) -> GptqCodec | None:
+        rule = deciding(self.rules, self._on_disk(linear))
+        if rule is None:
+            return self.base
+        return None if rule.changes is None else rule.codec(self.base)
+
+    def _planned(self, spec: LinearSpec, stored_bits: int) -> PlannedLinear:
+        rule = deciding(self.rules, self._on_disk(spec.name))
+        return plan_linear(spec, self._codec(spec.name), stored_bits, f"`{rule.option}`" if rule else None)
+
+    def _dense_rules(self, plan: Plan) -> dict[str, dict[str, Any]]:
+        """Rules for the linears that cannot be quantized: one for each kind, or each name where a kind is divided."""
+        divided = {linear.kind for linear in plan.quantized}
+        rules: dict[str, dict[str, Any]] = {}
+        for linear in plan.dense:
+            if self._codec(linear.name) is None:
+                continue  # its `--skip` says so
+            pattern = re.escape(self._on_disk(linear.name))
+            if linear.kind not in divided:
+                pattern = re.sub(r"\d+(?=\\\.)", r"\\d+", pattern)
+            rules[f"-:^{pattern}$"] = {}
+        return rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +166,13 @@ class Exl2Recipe:
         return {}
 
 
-def _rules(plan: Plan) -> dict[str, dict[str, Any]]:
-    """`dynamic` rules for the linears that stay dense: one for each kind, or for each name where a kind is divided."""
-    divided = {linear.kind for linear in plan.quantized}
-    rules: dict[str, dict[str, Any]] = {}
-    for linear in plan.dense:
-        pattern = re.escape(linear.name)
-        if linear.kind not in divided:
-            pattern = re.sub(r"\d+(?=\\\.)", r"\\d+", pattern)
-        rules[f"-:^{pattern}$"] = {}
-    return rules
+def _quantized_names(plan: Plan) -> list[list[str]] | None:
+    """The kinds of linear that are quantized, where others are not: transformers knows no `dynamic`, but takes this.
+
+    None where all are quantized, where a kind is divided between blocks, and for experts: transformers cannot read
+    theirs, and other readers take the list for full names.
+    """
+    quantized, dense = ({linear.kind: None for linear in linears} for linears in (plan.quantized, plan.dense))
+    divided = quantized.keys() & dense.keys()
+    experts = any(linear.is_expert for linear in plan.linears)
+    return [list(quantized)] if dense and not divided and not experts else None

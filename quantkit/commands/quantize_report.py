@@ -139,7 +139,7 @@ class QuantizeReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the blocks' linears: all stored bits, those left dense and side data included."""
+        """Of the blocks' linears: all stored bits, those left dense, side data and an added head included."""
         return self.plan.bits_per_weight
 
     @property
@@ -172,11 +172,12 @@ class QuantizeReport:
 
     def rows(self) -> list[list[str]]:
         """Name and figure: the summary."""
-        text, head = self.calibration, self.plan.head
+        text, head, added = self.calibration, self.plan.head, self.plan.added_bits / 8
         rows = [
             ["bits per weight, linears", f"{self.bits_per_weight:.3f}"],
             ["bits per weight, whole model", f"{self.file_bits_per_weight:.3f}"],
             *([] if head is None else [["bits per weight, head", f"{head.stored_bits / head.weights:.3f}"]]),
+            *([["added by a head of its own", f"{added / 2**20:.1f} MiB"]] if added else []),
             ["size", f"{self.size_bytes / 2**20:.1f} MiB"],
             ["linears", f"{len(self.plan.quantized)} quantized, {len(self.plan.dense)} left dense"],
             ["effort", self.effort],

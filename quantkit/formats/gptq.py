@@ -140,7 +140,10 @@ class GptqCodec:
         if self.group_size >= 2**31:  # other readers keep it in 32 bits
             raise FormatError(f"group size {self.group_size} is larger than any weight", hint="use `--group-size -1`")
         if self.checkpoint_format not in gptq_config.CHECKPOINT_FORMATS:
-            raise FormatError(f"expected checkpoint format `gptq` or `gptq_v2`, found `{self.checkpoint_format}`")
+            raise FormatError(
+                f"expected checkpoint format `gptq` or `gptq_v2`, found `{self.checkpoint_format}`",
+                hint="leave out `--checkpoint-format`: `gptq` where all is symmetric, else `gptq_v2`",
+            )
 
     @property
     def name(self) -> str:
@@ -192,6 +195,7 @@ class GptqCodec:
     def config(
         self,
         *,
+        lm_head: bool = False,
         damping: float = 0.01,
         true_sequential: bool = True,
         quantized_names: Sequence[Sequence[str]] | None = None,
@@ -200,6 +204,7 @@ class GptqCodec:
         """The `quantization_config` of a checkpoint written with this codec; see `gptq_config.write`."""
         return gptq_config.write(
             self.settings,
+            lm_head=lm_head,
             damping=damping,
             true_sequential=true_sequential,
             quantized_names=quantized_names,

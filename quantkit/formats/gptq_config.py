@@ -85,6 +85,7 @@ class GptqConfig:
 def write(
     settings: GptqSettings,
     *,
+    lm_head: bool = False,
     damping: float = 0.01,
     true_sequential: bool = True,
     quantized_names: Sequence[Sequence[str]] | None = None,
@@ -92,6 +93,7 @@ def write(
 ) -> dict[str, Any]:
     """The object that stands in config.json under `quantization_config` and is quantize_config.json.
 
+    lm_head          whether the head is quantized too
     quantized_names  suffixes of the quantized linears of a block, by stage; None means all linears of a block
     dynamic          overrides by pattern; negative rules are put first, as readers disagree about their precedence
     """
@@ -105,7 +107,7 @@ def write(
         "checkpoint_format": settings.checkpoint_format,
         "format": settings.checkpoint_format,
         "pack_dtype": "int32",
-        "lm_head": False,
+        "lm_head": lm_head,
         "true_sequential": true_sequential,
         "static_groups": False,
         "damp_percent": damping,

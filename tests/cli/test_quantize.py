@@ -226,6 +226,10 @@ def test_tokens_that_the_model_does_not_have(tmp_path: Path, out: Path, capsys) 
         (["--dtype", "fp8"], 2, "fp8"),
         (["--device", "tpu"], 15, "tpu"),
         (["--samples", "0"], 2, "samples"),
+        (["--checkpoint-format", "gptq_p"], 11, "gptq_p"),
+        (["--rule", "q_proj:bits=8"], 2, "matches none of 14 linears"),
+        (["--skip", "nothing"], 2, "matches none of 14 linears"),
+        (["--untie-head"], 2, "of its own already"),
     ],
 )
 def test_options_out_of_range(

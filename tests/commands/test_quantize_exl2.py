@@ -231,6 +231,8 @@ def test_budgets_out_of_reach_leave_nothing_behind(bpw: float, model: Path, meas
         ({"bpw": 4.0, "plan": Path("p.json")}, "either a budget or a plan"),
         ({"bpw": 4.0, "bits": 3}, "`--bits` has no meaning with `--format exl2`"),
         ({"bpw": 4.0, "sym": False}, "`--asym` has no meaning"),
+        ({"bpw": 4.0, "lm_head": True}, "`--lm-head` has no meaning with `--format exl2`"),
+        ({"bpw": 4.0, "skip": (".*",)}, "`--skip` has no meaning"),
         ({"bpw": 4.0, "head_bits": 7}, "a head of 7 bits"),
         ({"plan": Path("p.json"), "head_bits": 8}, "`--head-bits` has no meaning beside `--plan`"),
         ({"format": "gptq", "bpw": 4.0}, "`--bpw` has no meaning with `--format gptq`"),
