@@ -41,7 +41,7 @@ def _level(package: str) -> int:
 
 
 def _modules() -> list[tuple[str, Path]]:
-    files = [("." .join(path.relative_to(ROOT).with_suffix("").parts), path) for path in sorted((ROOT / "quantkit").rglob("*.py"))]
+    files = [(".".join(path.relative_to(ROOT).with_suffix("").parts), path) for path in sorted((ROOT / "quantkit").rglob("*.py"))]
     for package, folder in PACKAGE_FOLDERS.items():
         files += [(f"quantkit.{package}.{path.stem}", path) for path in sorted(folder.glob("*.py"))]
     return files

@@ -1,6 +1,7 @@
 """The `quantkit` command. `main` is the one place where errors become words and exit codes."""
 
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -8,13 +9,17 @@ from contextlib import suppress
 from typing import Any
 
 INTERRUPTED = 130
+RESUMED = ("quantize", "measure")
+"""Commands that go on where they were ended."""
 
 
 def main() -> None:
     """Run the command line and exit with the code of `quantkit.errors` (0, 2, 3, 10 to 16, 130, 1)."""
     try:
+        from quantkit.cli.heap import return_large_blocks
         from quantkit.console import prepare_streams
 
+        return_large_blocks()
         _end_like_interrupt()
         prepare_streams()
         code = run(sys.argv[1:])
@@ -58,7 +63,7 @@ def run(arguments: list[str]) -> int:
         print_error(message[0].lower() + message[1:].rstrip("."), f"`{command} --help` lists the options")
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        print_error("interrupted", None)
+        print_error("interrupted", _how_to_go_on(arguments))
         return INTERRUPTED
     except (BrokenPipeError, SystemExit):
         # The reader of our output went away (`| head`), for which Rich and Typer leave at once: nothing more to say,
@@ -83,6 +88,13 @@ def _end_like_interrupt() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
+
+
+def _how_to_go_on(arguments: list[str]) -> str | None:
+    if arguments[:1] and arguments[0] in RESUMED:
+        again = (argument for argument in arguments if argument != "--restart")
+        return f"what is finished is kept; to go on: `quantkit {shlex.join(again)}`"
+    return None
 
 
 def _lacks_memory(error: Exception) -> bool:
