@@ -53,11 +53,14 @@ class Rewriting:
         if linear != HEAD or _has_head(self._checkpoint):
             self._replaced.update(self._checkpoint.tensors_of(linear))
 
+    def left(self) -> list[str]:
+        """The tensors of the source that were not replaced."""
+        return [name for name in self._checkpoint.names() if name not in self._replaced]
+
     def add_others(self) -> None:
         """Every tensor that was not replaced, as it is."""
-        for name in self._checkpoint.names():
-            if name not in self._replaced:
-                self.add(name, self._checkpoint.tensor(name))
+        for name in self.left():
+            self.add(name, self._checkpoint.tensor(name))
 
     def finish(
         self,

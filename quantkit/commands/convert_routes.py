@@ -38,6 +38,51 @@ ROUTES: tuple[Route, ...] = (
         "unless --data-free",
     ),
     Route(
+        "exl2-to-gptq",
+        "Re-quantize an EXL2 model to GPTQ.",
+        REQUANTIZED,
+        "convert_to_gptq:exl2_to_gptq",
+        ("bits", "group_size", "sym", "act_order", "data_free", *TEXT, "evaluate"),
+        "unless --data-free",
+    ),
+    Route("gptq-to-hf", "Dequantize a GPTQ model into a dense one.", EXACT, "convert_to_hf:gptq_to_hf", ("dtype",)),
+    Route("exl2-to-hf", "Dequantize an EXL2 model into a dense one.", EXACT, "convert_to_hf:exl2_to_hf", ("dtype",)),
+    Route(
+        "gptq-to-gptq-v2",
+        "Store the zero points of a GPTQ model as they are, as format gptq_v2 has them.",
+        EXACT,
+        "convert_gptq_zeros:to_v2",
+    ),
+    Route(
+        "gptq-v2-to-gptq",
+        "Store the zero points of a GPTQ model less one, as format gptq has them and every reader takes them.",
+        EXACT_OR_REFUSED,
+        "convert_gptq_zeros:to_v1",
+    ),
+    Route(
+        "awq-to-gptq",
+        "Pack the codes, zero points and scales of an AWQ model as GPTQ packs them.",
+        EXACT_OR_REFUSED,
+        "convert_awq:awq_to_gptq",
+    ),
+    Route(
+        "shard", "Write a model into files of a bounded size.", EXACT, "convert_shards:shard", ("shard_size",)
+    ),
+    Route("unshard", "Write a model into one file.", EXACT, "convert_shards:unshard"),
+    Route(
+        "pickle-to-safetensors",
+        "Read pickled weights, nothing but tensors allowed, and write them as safetensors.",
+        EXACT,
+        "convert_pickle:pickle_to_safetensors",
+    ),
+    Route(
+        "merge-lora",
+        "Fold PEFT LoRA adapters into the weights of a model.",
+        ROUNDED,
+        "convert_lora:merge_lora",
+        ("adapters",),
+    ),
+    Route(
         "gguf-to-hf",
         "Dequantize a GGUF file into a Hugging Face folder: float16 weights, config and tokenizer.",
         ROUNDED,

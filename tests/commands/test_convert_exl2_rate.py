@@ -32,7 +32,7 @@ def test_a_prediction_of_the_wrong_shape_still_ends_at_a_rate_that_is_good() -> 
 
 
 def test_a_bound_that_nothing_meets_is_refused() -> None:
-    with pytest.raises(GateError, match="no rate that was tried adds at most 0.001 nats"):
+    with pytest.raises(GateError, match=r"no rate that was tried adds at most 0.001 nats"):
         lowest_rate(damage(1), lambda rate: 0.5, 0.001)
 
 

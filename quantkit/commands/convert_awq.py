@@ -1,0 +1,101 @@
+"""`quantkit convert awq-to-gptq`: the same codes, zero points and scales, packed as GPTQ packs them.
+
+Both grids are `(q - zero) · scale`, so nothing is rounded. A model whose zero points are all in the middle becomes
+symmetric GPTQ, which all readers take; any other becomes `gptq_v2`, which can hold a zero point of 0.
+"""
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from quantkit import kernels
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.commands.convert_folder import open_source, rewriting
+from quantkit.commands.convert_gptq_zeros import modules
+from quantkit.commands.convert_report import ConvertReport
+from quantkit.errors import CheckpointError, FormatError, GateError
+from quantkit.formats import awq, gptq, gptq_config
+from quantkit.formats.gptq_config import GptqSettings
+from quantkit.formats.gptq_zeros import write_zeros
+from quantkit.progress import Progress
+from quantkit.settings import ConvertSettings
+
+MIDDLE = 1 << awq.BITS - 1
+
+
+def awq_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport:
+    """Raises CheckpointError for a model that is no AWQ, FormatError for a layout or shape that one of the formats
+    cannot hold, GateError for a weight that does not stay the same. Then nothing is left behind."""
+    start = time.monotonic()
+    source = open_source(settings.source)
+    if source.quantization is None or not awq.recognise(source.quantization) or not modules(source):
+        raise CheckpointError(f"`{source.path}` is no AWQ model", hint="quantkit convert --list")
+    awq.check(source.quantization, str(source.path / "config.json"))
+    own = _settings(source)
+    with (
+        rewriting(source, settings.out, overwrite=settings.overwrite) as new,
+        progress.task(settings.route, total=len(modules(source))) as task,
+    ):
+        for module, before in _linears(source):
+            rows, columns = before.q.shape
+            if before.group_rows != (rows if own.group_size == -1 else min(own.group_size, rows)):
+                raise FormatError(
+                    f"`{module}` has groups of {before.group_rows} rows, others of {own.group_size}",
+                    hint="a GPTQ model has one group size: use the unquantized version of this model",
+                )
+            tensors = {
+                "qweight": kernels.backend("cpu").pack(before.q, awq.BITS),
+                "qzeros": write_zeros(before.zeros, awq.BITS, own),
+                "scales": before.scales,
+                "g_idx": (torch.arange(rows) // before.group_rows).to(torch.int32),
+            }
+            if before.bias is not None:
+                tensors["bias"] = before.bias
+            stored, weight = gptq.decode(module, tensors, own), before.dequantize()
+            if not bool((stored.dequantize() == weight).all()):
+                raise GateError(f"`{module}` does not decode to the same weight: [{rows}, {columns}]")
+            new.add_linear(module, stored, weight, module=module)
+            task.advance(note=module)
+        new.add_others()
+        rules = {f"-:^{name}$": {} for name in _dense(source)}
+        written = gptq_config.write(own, true_sequential=False, dynamic=rules)
+        size = new.finish({**source.config, "quantization_config": written}, {"quantize_config.json": written})
+    return ConvertReport(
+        route=settings.route,
+        source=str(settings.source),
+        out=str(settings.out),
+        way=f"exact, checkpoint format {own.checkpoint_format}",
+        linears=(),
+        exact=len(modules(source)),
+        tensors=new.tensors,
+        parameters=new.parameters,
+        size_bytes=size,
+        seconds=time.monotonic() - start,
+        facts={"group_size": own.group_size, "sym": own.sym},
+    )
+
+
+def _settings(source: Checkpoint) -> GptqSettings:
+    """Found in the tensors, one linear at a time: the group size of the first, and whether every zero is the middle."""
+    group_size, sym = None, True
+    for module in modules(source):
+        info = source.info(f"{module}.qweight"), source.info(f"{module}.qzeros")
+        rows, groups = info[0].shape[0], info[1].shape[0]
+        if group_size is None or group_size == -1:
+            group_size = rows // groups if groups > 1 else -1
+        sym = sym and bool((awq.unpack(source.tensor(f"{module}.qzeros")) == MIDDLE).all())
+    assert group_size is not None
+    return GptqSettings(awq.BITS, group_size, sym, False, "gptq" if sym else "gptq_v2")
+
+
+def _linears(source: Checkpoint) -> Iterator[tuple[str, awq.AwqWeight]]:
+    for module in modules(source):
+        tensors = {name.rpartition(".")[2]: source.tensor(name) for name in source.tensors_of(module)}
+        yield module, awq.decode(module, tensors)
+
+
+def _dense(source: Checkpoint) -> list[str]:
+    """Linears of the blocks that stay dense, as the rules of GPTQ's readers name them."""
+    packed = set(modules(source))
+    return [name.replace(".", r"\.") for name in source.linears() if name not in packed]
