@@ -16,8 +16,10 @@ _HOMES = {
     "measure": "quantkit.commands.measure",
     "check": "quantkit.commands.check",
     "convert": "quantkit.commands.convert",
+    "inspect": "quantkit.commands.inspect",
     "evaluate": "quantkit.commands.evaluate",
     "generate": "quantkit.commands.generate",
+    "recommend": "quantkit.commands.recommend",
     "load": "quantkit.runtime.load",
     "open_checkpoint": "quantkit.checkpoint.reader",
 }

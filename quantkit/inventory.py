@@ -17,6 +17,7 @@ from quantkit.errors import QuantkitError
 from quantkit.formats import dense, exl2, gptq
 from quantkit.formats.gptq_config import GptqConfig, GptqSettings
 from quantkit.models.architecture import HEAD, Architecture, LinearSpec
+from quantkit.models.catalog import FAMILIES
 from quantkit.models.config import ModelConfig
 
 DENSE, GPTQ, EXL2 = "dense", "gptq", "exl2"
@@ -108,7 +109,7 @@ def take(checkpoint: Checkpoint) -> Inventory:
     said = checkpoint.quantization or {}
     method = said.get("quant_method", said.get("method")) or (formats[0] if formats else None)
     return Inventory(
-        family=family_name(checkpoint.config, architecture),
+        family=family_name(architecture),
         config=config,
         tied=config.tie_embeddings,
         method=None if method is None else str(method),
@@ -124,10 +125,8 @@ def head_spec(config: ModelConfig) -> LinearSpec:
     return LinearSpec(HEAD, config.hidden_size, (config.vocab_size,), ("head",), HEAD)
 
 
-def family_name(config: Mapping[str, Any], architecture: Architecture) -> str:
-    """`LlamaForCausalLM`: as config.json names it, or as the catalog does."""
-    from quantkit.models.catalog import FAMILIES
-
+def family_name(architecture: Architecture) -> str:
+    """`LlamaForCausalLM`: as the catalog names it."""
     return next(name for name, family in FAMILIES.items() if family is architecture)
 
 

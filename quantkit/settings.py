@@ -149,3 +149,23 @@ class CheckSettings:
     """`quantkit check PATH`."""
 
     path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class InspectSettings:
+    """`quantkit inspect MODEL`."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecommendSettings:
+    """`quantkit recommend MODEL`: memories in bytes, of a card and of the machine; without `kv` all are looked at."""
+
+    model: Path
+    vram: int | None = None
+    ram: int | None = None
+    context: int | None = None
+    kv: str | None = None
+    batch: int = 1
+    measurement: Path | None = None

@@ -7,10 +7,12 @@ from quantkit.cli.convert import convert
 from quantkit.cli.doctor import doctor
 from quantkit.cli.evaluate import evaluate
 from quantkit.cli.generate import generate
+from quantkit.cli.inspect import inspect
 from quantkit.cli.measure import measure
 from quantkit.cli.plan import plan
 from quantkit.cli.quantize import quantize
 from quantkit.version import VERSION
+from quantkit.cli.recommend import recommend
 
 app = typer.Typer(
     name="quantkit",
@@ -43,3 +45,5 @@ app.add_typer(evaluate, name="eval")
 app.command()(generate)
 app.command()(check)
 app.command()(doctor)
+app.command()(inspect)
+app.command()(recommend)

@@ -41,7 +41,7 @@ def tokenizer_faults(
     folder: Path, config: Mapping[str, Any], vocabulary: int | None
 ) -> tuple[list[QuantkitError], list[str], TokenizerFacts | None]:
     """Faults, notes and facts. `vocabulary` is the number of ids that the model knows, None where that is unknown."""
-    faults, notes = pointers(folder), list[str]()
+    faults, notes = pointers(folder) if folder.is_dir() else [], list[str]()
     if not (folder / "tokenizer.json").exists() and any("tokenizer.json`" in fault.message for fault in faults):
         return faults, notes, None
     try:
