@@ -20,6 +20,7 @@ class QuantizeSettings:
     skip: tuple[str, ...] = ()
     lm_head: bool = False
     untie_head: bool = False
+    route_all: bool = False
     effort: str = "default"
     calibration: str = "bundled"
     samples: int = 128

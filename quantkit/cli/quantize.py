@@ -86,6 +86,12 @@ def quantize(
         int, typer.Option("--samples", min=1, help="Rows of calibration text; time grows with them.")
     ] = 128,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens in a row.")] = 512,
+    route_all: Annotated[
+        bool,
+        typer.Option(
+            "--route-all", help="Mixtures: show every expert all of the text, not only what the router sends to it."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Chooses the rows; the same seed gives the same bytes.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")] = "auto",
@@ -120,6 +126,7 @@ def quantize(
         calibration=calibration,
         samples=samples,
         length=length,
+        route_all=route_all,
         seed=seed,
         device=device,
         dtype=dtype,

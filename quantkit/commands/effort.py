@@ -43,4 +43,8 @@ def choose_effort(settings: QuantizeSettings) -> Effort:
                 raise UsageError(
                     f"`--{option}` has no meaning with `--effort {name}`, which reads no text", hint="leave it out"
                 )
+        if settings.route_all:
+            raise UsageError(
+                f"`--route-all` has no meaning with `--effort {name}`, which reads no text", hint="leave it out"
+            )
     return effort

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
+from quantkit.commands.block_hessians import ReadyStage, ready_stages
 from quantkit.commands.embedded import embedded
 from quantkit.commands.measure_outline import outline, subject_layouts
-from quantkit.commands.quantize_block import ReadyStage, naming, ready_stages
+from quantkit.commands.quantize_block import naming
 from quantkit.commands.quantize_job import Subject, choose_placement, open_subject, require_finite
 from quantkit.commands.sensitivity import run_backward
 from quantkit.formats import exl2_layout

@@ -76,7 +76,7 @@ def run(settings: QuantizeSettings, progress: Progress, source: Checkpoint | Non
         folder = writer.path.with_name(f".{writer.path.name}.activations")
         backward = cache(partial(run_backward, subject, folder, settings.seed, progress))
         recipe = choose_recipe(settings, subject, folder, backward, progress)
-        job = prepare(subject, recipe, writer.path, settings.strict, weighs=effort.weighs)
+        job = prepare(subject, recipe, writer.path, settings.strict, weighs=effort.weighs, route_all=settings.route_all)
         _announce(job, progress)
         require_finite(checkpoint, progress)
         weighed = backward() if effort.weighs else None
@@ -153,7 +153,7 @@ def _quantize(
                     keep(solved, f"block {index}")
                 continue
             rounded: dict[str, DenseTensor] = {}
-            for solved in solve_block(block, stream, rotary, codecs, sensitivity):
+            for solved in solve_block(block, stream, rotary, codecs, sensitivity, route_all=job.route_all):
                 rounded[solved.result.name] = keep(solved, f"block {index}")
             if index + 1 == subject.config.num_layers and job.plan.head is None:
                 break

@@ -107,6 +107,7 @@ class QuantizeJob:
     subject: Subject
     plan: Plan
     recipe: Recipe
+    route_all: bool = False
 
     @property
     def codecs(self) -> dict[str, Codec]:
@@ -143,9 +144,13 @@ def open_subject(checkpoint: Checkpoint, text: TextChoice | None, placement: Pla
     return Subject(checkpoint, config, architecture, placement, tokenizer, rows)
 
 
-def prepare(subject: Subject, recipe: Recipe, out: Path, strict: bool, *, weighs: bool) -> QuantizeJob:
+def prepare(
+    subject: Subject, recipe: Recipe, out: Path, strict: bool, *, weighs: bool, route_all: bool = False
+) -> QuantizeJob:
     """Every check of a plan, with a backward pass to come if `weighs`. Raises the error of whatever is not as it must
     be."""
+    if route_all and subject.config.experts is None:
+        raise UsageError("`--route-all` has no meaning: this model has no experts", hint="leave it out")
     plan = recipe.plan(subject.linears, subject.head, subject.stored_bits)
     if strict:
         plan.require_regular()
@@ -156,7 +161,7 @@ def prepare(subject: Subject, recipe: Recipe, out: Path, strict: bool, *, weighs
         )
     spilled = max(subject.spilled_bytes, subject.backward_spilled_bytes if weighs else 0)
     _require_space(plan, subject, spilled, out)
-    return QuantizeJob(subject, plan, recipe)
+    return QuantizeJob(subject, plan, recipe, route_all)
 
 
 def require_finite(checkpoint: Checkpoint, progress: Progress) -> None:

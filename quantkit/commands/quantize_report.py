@@ -11,6 +11,9 @@ from typing import Any
 from quantkit.commands.evaluate_report import json_number
 from quantkit.plan import Plan, kind_of
 
+WAYS = ("own", "all", "none")
+EXPERT_COLUMNS = ["block", "experts", "fewest", "median", "most", "solved with own", "with all tokens", "rounded"]
+
 
 @dataclass(frozen=True, slots=True)
 class LinearResult:
@@ -18,11 +21,12 @@ class LinearResult:
 
     bits          mean width of its codes
     error         Hessian-weighted squared error relative to the weighted square of the weight: what its outputs lose
-    tokens        calibration tokens its Hessian was made of; an expert counts those routed to it
+    tokens        calibration tokens its Hessian was made of
     damping       added to the diagonal of the Hessian, relative to its mean; None without a Hessian
     extra_damping the Hessian could not be factored with the usual damping
     dead_inputs   input features that were zero in all tokens
     fallback      what replaced the linear's own Hessian, in words; None where nothing did
+    routed        calibration tokens that the router sent to this expert; None where there is no router, or no text
     """
 
     name: str
@@ -34,6 +38,23 @@ class LinearResult:
     extra_damping: bool
     dead_inputs: int
     fallback: str | None
+    routed: int | None = None
+
+    @property
+    def solved_with(self) -> str:
+        """Whose tokens an expert was solved with: its `own`, `all` of its block, or `none`."""
+        return "none" if not self.tokens else "own" if self.tokens == self.routed else "all"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTokens:
+    """One expert of one block: the calibration tokens that the router sent to it, and whose tokens its linears were
+    solved with: its `own`, `all` of its block, or `none`; of several the last of these."""
+
+    block: int
+    expert: int
+    tokens: int
+    solved_with: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +168,19 @@ class QuantizeReport:
         """Of the whole model: all bytes of the weight files."""
         return self.size_bytes * 8 / self.parameters
 
+    @property
+    def experts(self) -> tuple[ExpertTokens, ...]:
+        """Every expert that a router chooses from; none where no text was read."""
+        found: dict[tuple[int, int], list[LinearResult]] = {}
+        for linear in self.linears:
+            if linear.routed is not None:
+                block, expert = (int(part) for part in linear.name.split(".") if part.isdigit())
+                found.setdefault((block, expert), []).append(linear)
+        return tuple(
+            ExpertTokens(*place, own[0].routed or 0, max((linear.solved_with for linear in own), key=WAYS.index))
+            for place, own in sorted(found.items())
+        )
+
     def remarks(self) -> list[str]:
         """Whatever was not ideal: dense linears, short groups, extra damping, dead inputs, fallbacks."""
         degraded = (
@@ -165,6 +199,7 @@ class QuantizeReport:
         """Title, columns and rows of each table for people."""
         tables = [
             ("error by kind of linear", ["", "linears", "bits/weight", "mean", "worst", "in block"], self._kind_rows()),
+            *([("experts: calibration tokens", EXPERT_COLUMNS, self._expert_rows())] if self.experts else []),
             (str(self.out), ["", ""], self.rows()),
         ]
         remarks = [[remark] for remark in self.remarks()]
@@ -203,6 +238,16 @@ class QuantizeReport:
             )
         return rows
 
+    def _expert_rows(self) -> list[list[str]]:
+        rows = []
+        for block in sorted({expert.block for expert in self.experts}):
+            own = [expert for expert in self.experts if expert.block == block]
+            tokens = sorted(expert.tokens for expert in own)
+            ways = [sum(expert.solved_with == way for expert in own) for way in WAYS]
+            figures = (block, len(own), tokens[0], tokens[len(own) // 2], tokens[-1], *ways)
+            rows.append([str(figure) for figure in figures])
+        return rows
+
     def as_json(self) -> dict[str, Any]:
         """All of it; the same keys whatever the run."""
         return {
@@ -218,6 +263,7 @@ class QuantizeReport:
             "plan": self.plan.as_json(),
             "errors": {kind: _mean(linear.error for linear in linears) for kind, linears in _by_kind(self.linears)},
             "linears": [asdict(linear) for linear in self.linears],
+            "experts": [asdict(expert) for expert in self.experts],
             "remarks": self.remarks(),
             "calibration": asdict(self.calibration),
             "gradients": None if self.gradients is None else asdict(self.gradients),

@@ -1,7 +1,7 @@
 """Block: one decoder layer, and reading it from a checkpoint."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,19 @@ class Block:
     def linears(self) -> dict[str, Linear]:
         """The quantizable linears by Hugging Face module name, in the order they run."""
         return {linear.name: linear for fan in self.fans for linear in fan.linears}
+
+    @property
+    def experts(self) -> tuple[tuple[str, str], ...]:
+        """The two stages of each expert that a router chooses from, by name: what reads the states of the block, and
+        what reads the expert's own."""
+        chosen = self.mlp.experts if isinstance(self.mlp, Mixture) else ()
+        return tuple((expert.inputs.stage.name, expert.output.stage.name) for expert in chosen)
+
+    def reaching(self, experts: Iterable[int]) -> "Block":
+        """The same block, these experts observed with every token, whatever the router says. What comes out is the
+        same."""
+        assert isinstance(self.mlp, Mixture)
+        return replace(self, mlp=replace(self.mlp, reached=frozenset(experts)))
 
     def stages(self) -> tuple[Stage, ...]:
         """Linears that share an input, in the order they run."""

@@ -41,6 +41,7 @@ class Mixture:
     chosen       experts for each token
     normalise    the weights of the chosen ones sum to one
     shared       an expert that sees every token, scaled by the sigmoid of `shared_gate`
+    reached      experts that are observed with every token, as if all were routed to them; what comes out is the same
     """
 
     router: Linear
@@ -49,17 +50,21 @@ class Mixture:
     normalise: bool
     shared: GatedMLP | None
     shared_gate: Linear | None
+    reached: frozenset[int] = frozenset()
 
     def __call__(self, x: Tensor, observe: Observe | None) -> Tensor:
-        """`[b, s, hidden]` → `[b, s, hidden]`, float32. An expert that no token chooses does not run."""
+        """`[b, s, hidden]` → `[b, s, hidden]`, float32. An expert without tokens only runs if it is `reached`."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, choice = self.router(tokens).softmax(dim=-1).topk(self.chosen, dim=-1)
         if self.normalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         out = torch.zeros_like(tokens, dtype=torch.float32)
-        for expert in choice.unique().tolist():
+        for expert in sorted({*choice.unique().tolist(), *self.reached}):
             rows, rank = torch.where(choice == expert)
-            routed = self.experts[expert](tokens[rows], observe and _naming_tokens(observe, rows))
+            if expert in self.reached:
+                routed = self.experts[expert](tokens, observe)[rows]
+            else:
+                routed = self.experts[expert](tokens[rows], observe and _naming_tokens(observe, rows))
             out.index_add_(0, rows, routed * weights[rows, rank, None])
         if self.shared is not None and self.shared_gate is not None:
             out += self.shared_gate(tokens).sigmoid() * self.shared(tokens, observe)

@@ -18,12 +18,14 @@ import quantkit
 from quantkit import cli, kernels
 from quantkit.calibration import stream
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.commands import quantize_block, quantize_job
+from quantkit.commands import block_hessians, quantize_job
 from quantkit.commands.quantize import run
 from quantkit.commands.quantize_report import QuantizeReport
-from quantkit.errors import CalibrationError, FormatError, GateError
+from quantkit.errors import CalibrationError, FormatError, GateError, UsageError
+from quantkit.formats.gptq import GptqCodec
 from quantkit.progress import Silent
 from quantkit.settings import QuantizeSettings
+from quantkit.solver.gptq import solve
 
 IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(7))
 
@@ -211,7 +213,7 @@ def test_the_home_of_nobody_is_a_name_like_any_other(model: Path, tmp_path: Path
 def test_hessians_in_several_passes_change_nothing(tmp_path: Path, monkeypatch) -> None:
     source = tiny.write_model(tmp_path / "model", "MixtralForCausalLM", num_local_experts=3)
     quantize(source, tmp_path / "one")
-    monkeypatch.setattr(quantize_block, "HESSIAN_BYTES", 1)
+    monkeypatch.setattr(block_hessians, "HESSIAN_BYTES", 1)
     quantize(source, tmp_path / "many")
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "many")
 
@@ -219,33 +221,80 @@ def test_hessians_in_several_passes_change_nothing(tmp_path: Path, monkeypatch) 
 # Experts
 
 
-def test_an_expert_that_no_token_reaches_uses_the_inputs_of_the_others(tmp_path: Path) -> None:
-    source = tiny.write_model(tmp_path / "model", "Qwen3MoeForCausalLM", num_experts=5, num_hidden_layers=1)
+MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+
+
+def with_a_lonely_expert(path: Path, family: str) -> Path:
+    """A mixture of five experts of which the router never chooses the last."""
+    count = "num_local_experts" if family.startswith("Mixtral") else "num_experts"
+    source = tiny.write_model(path, family, num_hidden_layers=1, **{count: 5})
     tensors = load_file(source / "model.safetensors")
-    direction = tensors["model.layers.0.mlp.gate.weight"][0]
+    (router,) = (name for name in tensors if name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight")))
+    direction = tensors[router][0]
     # Of these logits the last is never among the two highest, whatever the token.
-    tensors["model.layers.0.mlp.gate.weight"] = torch.stack([direction * factor for factor in (1, 0.5, -1, -0.5, 0)])
+    tensors[router] = torch.stack([direction * factor for factor in (1, 0.5, -1, -0.5, 0)])
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_an_expert_that_no_token_reaches_is_rounded_and_said_so(family: str, tmp_path: Path) -> None:
+    source = with_a_lonely_expert(tmp_path / "model", family)
     report = quantize(source, tmp_path / "out")
     lonely = {linear.name: linear for linear in report.linears if ".experts.4." in linear.name}
     assert len(lonely) == 3
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
     for name, linear in lonely.items():
-        assert linear.tokens == 0
-        assert linear.fallback == (
-            "only 0 calibration tokens reached this expert: solved with the inputs of all experts of its block"
-        )
-        assert any(name in remark for remark in report.remarks())
+        assert (linear.routed, linear.tokens, linear.damping) == (0, 0, None)
+        assert linear.fallback == "only 0 calibration tokens reached this expert: rounded to nearest"
+        assert f"`{name}`: {linear.fallback}" in report.remarks()
+        nearest = solve(before.dense(name).float().T.contiguous(), None, GptqCodec(4, 32)).codes.dequantize()
+        assert torch.equal(after.dense(name), nearest.T.to(torch.float16))
     others = [linear for linear in report.linears if linear.name not in lonely]
     assert all(linear.tokens > 0 and linear.fallback is None for linear in others)
+    assert [(one.block, one.expert, one.solved_with) for one in report.experts] == [
+        *((0, number, "own") for number in range(4)),
+        (0, 4, "none"),
+    ]
+    assert sum(expert.tokens for expert in report.experts) == 2 * 8 * 64
+    (row,) = next(rows for title, _, rows in report.tables() if title.startswith("experts"))
+    assert row[:3] == ["0", "5", "0"] and row[-3:] == ["4", "0", "1"]
+    assert report.as_json()["experts"][4] == {"block": 0, "expert": 4, "tokens": 0, "solved_with": "none"}
     assert quantkit.load(tmp_path / "out")(IDS).isfinite().all()
 
 
-def test_experts_with_few_tokens_share(tmp_path: Path) -> None:
+def test_experts_with_few_tokens_are_solved_with_all_of_their_block(tmp_path: Path) -> None:
     source = tiny.write_model(tmp_path / "model", "MixtralForCausalLM", num_hidden_layers=1)
     report = quantize(source, tmp_path / "out", samples=1, length=12)
     experts = [linear for linear in report.linears if ".experts." in linear.name]
-    assert all("only" in linear.fallback for linear in experts)
+    for linear in experts:
+        instead = "solved with all tokens of its block" if linear.routed else "rounded to nearest"
+        assert linear.fallback == f"only {linear.routed} calibration tokens reached this expert: {instead}"
+        assert linear.tokens == (12 if linear.routed else 0)
+    assert sum(linear.tokens > 0 for linear in experts) >= 6
+    ways = {0: "none", 12: "own"}  # all of 12 are its own
+    assert all(expert.solved_with == ways.get(expert.tokens, "all") for expert in report.experts)
     assert all(linear.fallback is None for linear in report.linears if "self_attn" in linear.name)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_expert_sees_all_tokens_when_asked(family: str, tmp_path: Path) -> None:
+    source = with_a_lonely_expert(tmp_path / "model", family)
+    report = quantize(source, tmp_path / "out", route_all=True)
+    experts = [linear for linear in report.linears if ".experts." in linear.name]
+    assert len(experts) == 15
+    assert all(linear.tokens == 8 * 64 and linear.fallback is None for linear in experts)
+    assert [expert.solved_with for expert in report.experts] == ["all"] * 5
+    assert report.experts[4].tokens == 0 and sum(expert.tokens for expert in report.experts) == 2 * 8 * 64
+    assert quantkit.load(tmp_path / "out")(IDS).isfinite().all()
+
+
+def test_route_all_is_refused_where_there_is_nothing_to_route(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no experts"):
+        quantize(model, tmp_path / "out", route_all=True)
+    with pytest.raises(UsageError, match="reads no text"):
+        run(QuantizeSettings(str(model), tmp_path / "out", effort="nearest", route_all=True), Silent())
+    assert list(tmp_path.iterdir()) == []
 
 
 # Degraded, and said so

@@ -11,7 +11,8 @@ from quantkit.calibration import sensitivity
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.commands.quantize_block import UNKNOWN, ReadyStage, ready_stages, solve_block
+from quantkit.commands.block_hessians import UNKNOWN, ReadyStage, ready_stages
+from quantkit.commands.quantize_block import solve_block
 from quantkit.formats.gptq import GptqCodec
 from quantkit.models import catalog
 from quantkit.models.config import ModelConfig
@@ -92,3 +93,30 @@ def test_an_expert_without_gradients_is_token_normalised_and_said_so(tmp_path: P
     assert remarks[found][0] is None and remarks[None][0] is None
     assert remarks[less][0] == UNKNOWN
     assert torch.equal(remarks[less][1], remarks[None][1]) and not torch.equal(remarks[less][1], remarks[found][1])
+
+
+@pytest.mark.parametrize("family", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])
+def test_an_expert_reached_by_all_tokens_has_the_hessian_of_its_answers_to_them(family: str, tmp_path: Path) -> None:
+    _, block, stream, rotary = prepare(tiny.write_model(tmp_path / "model", family, tokenizer=False), 3)
+    (hidden,) = [torch.cat(list(stream.batches()))]
+    states: dict[str, Activations] = {}
+    plain = block.forward(hidden, rotary, observe=lambda seen: states.__setitem__(seen.stage.name, seen))
+    widely = block.reaching(range(len(block.experts)))
+    seen_by_all: dict[str, Activations] = {}
+    reached = widely.forward(hidden, rotary, observe=lambda seen: seen_by_all.__setitem__(seen.stage.name, seen))
+    assert (reached - plain).abs().max() < 1e-5 * plain.abs().max()
+    ready = {stage.names: stage for stage in ready_stages(block, stream, rotary, block.linears, route_all=True)}
+    assert len(ready) == len(block.stages())
+    first = hessian_of(ready[states[block.experts[0][0]].stage.linears])
+    for inputs, outputs in block.experts:
+        routed = len(states[inputs].inputs)
+        for name in (inputs, outputs):
+            seen, found = seen_by_all[name], ready[seen_by_all[name].stage.linears]
+            assert (found.routed, found.tokens, len(seen.inputs)) == (routed, ROWS.numel(), ROWS.numel())
+            # A quarter of the weight is given to tokens regardless of their norm.
+            x = seen.inputs.double()
+            energies = x.square().sum(1)
+            weights = (0.75 / energies.mean() + 0.25 / energies) * x.shape[1] / len(x)
+            total = x.T @ (weights[:, None] * x)
+            assert (hessian_of(found) - total).abs().max() < 1e-4 * total.diagonal().max()
+        assert torch.equal(hessian_of(ready[seen_by_all[inputs].stage.linears]), first)

@@ -1,0 +1,213 @@
+"""What a solver knows of the inputs of a block: one pass over the calibration text, a Hessian for each stage, factored.
+
+All Hessians of a block come from the block as it is before anything in it is rounded, so one pass is enough; where
+they would not fit into `HESSIAN_BYTES` together, they are gathered in several passes with the same result.
+
+The Hessian of an expert comes from the tokens that the router sends to it. Where these are too few, it comes from all
+tokens of the block instead, as if they had been sent there, and an expert that hardly any token reaches has none.
+"""
+
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.hessian import CHUNK_TOKENS, TOKEN_SHARE, Hessian
+from quantkit.calibration.sensitivity import Sensitivity
+from quantkit.calibration.stream import ActivationStream
+from quantkit.models.architecture import Stage
+from quantkit.models.fan import Activations
+from quantkit.models.linear import Linear
+from quantkit.models.transformer import Block, Head, Rotary
+from quantkit.solver.inverse import Factor, factor, grouped
+
+HESSIAN_BYTES = 2 << 30
+SHARED_BELOW = 1 / 4
+"""An expert with fewer tokens than so many for each of its input features is solved with all tokens of its block."""
+NEAREST_BELOW = 1 / 64
+"""With fewer than so many it is rounded to nearest: the text says nothing about what it does."""
+
+UNKNOWN = "no token of the backward pass reached this expert: its Hessian is token-normalised instead"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadyStage:
+    """Linears that read one input, and what a solver needs to know of it.
+
+    factor    of their Hessian; None where they are to be rounded to nearest
+    tokens    calibration tokens that it is made of
+    fallback  what the Hessian is, if not their own, in words
+    routed    calibration tokens that the router sent to this expert; None where there is no router
+    """
+
+    names: tuple[str, ...]
+    factor: Factor | None
+    tokens: int
+    fallback: str | None = None
+    routed: int | None = None
+
+
+def ready_head(head: Head, stream: ActivationStream) -> ReadyStage:
+    """The output linear, with the states behind the last block as its input."""
+    linear, tokens = head.linear, 0
+    hessian = Hessian(linear.in_features, linear.name, token_share=TOKEN_SHARE, device=linear.device)
+    for hidden in stream.batches():
+        rows = head.norm(hidden.to(linear.device)).flatten(0, 1)
+        hessian.add(rows)
+        tokens += len(rows)
+    return ReadyStage((linear.name,), factor(hessian.finish(), name=linear.name), tokens)
+
+
+def ready_stages(
+    block: Block,
+    stream: ActivationStream,
+    rotary: Rotary,
+    names: Container[str],
+    sensitivity: Sensitivity | None = None,
+    *,
+    route_all: bool = False,
+) -> Iterator[ReadyStage]:
+    """The stages of `block`, only linears among `names` in them, each with the factor of its Hessian.
+
+    route_all  every expert's Hessian is made of all tokens of the block, however many the router sends to it
+    """
+    linears = block.linears
+    experts = {name: number for number, pair in enumerate(block.experts) for name in pair}
+    all_tokens: dict[Stage, int] = {}
+    stages = chosen_stages(block, names)
+    gathered = {stage.name for stage in stages if not (route_all and stage.name in experts)}
+    for part in _passes(stages, gathered, linears):
+        observed = _observe(block, part, gathered, stream, rotary, sensitivity)
+        for stage in part:
+            seen, features = observed.pop(stage.name), linears[stage.linears[0]].in_features
+            routed = seen.tokens if stage.name in experts else None
+            if routed is not None and (route_all or routed < SHARED_BELOW * features):
+                if route_all or routed >= NEAREST_BELOW * features:
+                    all_tokens[stage] = routed
+                else:
+                    yield ReadyStage(stage.linears, None, 0, _few(routed, "rounded to nearest"), routed)
+                continue
+            found = _factor(seen.hessian, stage, linears)
+            unknown = sensitivity is not None and stage.name not in sensitivity.stages
+            yield ReadyStage(stage.linears, found, seen.tokens, UNKNOWN if found and unknown else None, routed)
+    for stage, seen in _reached(block, list(all_tokens), stream, rotary):
+        routed = all_tokens[stage]
+        reason = None if route_all else _few(routed, "solved with all tokens of its block")
+        yield ReadyStage(stage.linears, _factor(seen.hessian, stage, linears), seen.tokens, reason, routed)
+
+
+def chosen_stages(block: Block, names: Container[str]) -> list[Stage]:
+    """The stages of a block without the linears that stay dense."""
+    kept = (Stage(stage.name, tuple(name for name in stage.linears if name in names)) for stage in block.stages())
+    return [stage for stage in kept if stage.linears]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """What one stage was given: the tokens, and their Hessian where one was gathered and there was any token."""
+
+    tokens: int
+    hessian: Tensor | None
+
+
+def _few(routed: int, instead: str) -> str:
+    return f"only {routed} calibration tokens reached this expert: {instead}"
+
+
+def _factor(hessian: Tensor | None, stage: Stage, linears: Mapping[str, Linear]) -> Factor | None:
+    if hessian is None:
+        return None
+    return factor(hessian, _order(hessian, stage, linears), name=stage.linears[0])
+
+
+def _reached(
+    block: Block, stages: Sequence[Stage], stream: ActivationStream, rotary: Rotary
+) -> Iterator[tuple[Stage, _Seen]]:
+    """Stages of experts, observed with every token of the block. Those that read the block's states read the same ones,
+    so one of them is observed for all."""
+    experts = {name: number for number, pair in enumerate(block.experts) for name in pair}
+    own_states = {output for _, output in block.experts}
+    alike = [stage for stage in stages if stage.name not in own_states]
+    first = alike[:1]
+    observed_stages = [*first, *(stage for stage in stages if stage.name in own_states)]
+    gathered = {stage.name for stage in observed_stages}
+    for part in _passes(observed_stages, gathered, block.linears):
+        reaching = block.reaching(experts[stage.name] for stage in part)
+        observed = _observe(reaching, part, gathered, stream, rotary, None)
+        for stage in part:
+            seen = observed.pop(stage.name)
+            for one in alike if stage in first else [stage]:
+                yield one, seen
+
+
+def _order(hessian: Tensor, stage: Stage, linears: Mapping[str, Linear]) -> Tensor | None:
+    """The processing order where all linears of a stage were quantized before, in the same groups; else None."""
+    groups = [linears[name].stored.row_groups for name in stage.linears]
+    first = groups[0]
+    if first is None or not all(own is not None and torch.equal(own, first) for own in groups):
+        return None
+    return grouped(hessian, first)
+
+
+def _passes(
+    stages: Sequence[Stage], gathered: Container[str], linears: Mapping[str, Linear]
+) -> Iterator[list[Stage]]:
+    """Stages whose Hessians, where they are to be gathered, fit into memory together."""
+    part: list[Stage] = []
+    held = 0
+    for stage in stages:
+        features = linears[stage.linears[0]].in_features
+        size = 4 * features * (features + CHUNK_TOKENS) * (stage.name in gathered)
+        if part and held + size > HESSIAN_BYTES:
+            yield part
+            part, held = [], 0
+        part.append(stage)
+        held += size
+    if part:
+        yield part
+
+
+def _observe(
+    block: Block,
+    stages: Sequence[Stage],
+    gathered: Container[str],
+    stream: ActivationStream,
+    rotary: Rotary,
+    sensitivity: Sensitivity | None,
+) -> dict[str, _Seen]:
+    """One pass over the calibration text: what each of the stages was given, with Hessians of those in `gathered`."""
+    linears = block.linears
+    hessians: dict[str, Hessian] = {}
+    counts: dict[str, Tensor | None] = {}
+    for stage in stages:
+        if stage.name not in gathered:
+            continue
+        first = linears[stage.linears[0]]
+        counts[stage.name] = None if sensitivity is None else sensitivity.counts(stage.name, stream.tokens)
+        share = TOKEN_SHARE if counts[stage.name] is None else 0.0
+        hessians[stage.name] = Hessian(first.in_features, first.name, token_share=share, device=first.device)
+    tokens: Counter[str] = Counter()
+
+    def observe(start: int, seen: Activations) -> None:
+        name = seen.stage.name
+        tokens[name] += len(seen.inputs)
+        if name in hessians:
+            known = counts[name]
+            if known is not None:
+                known = known[start : start + len(seen.inputs)] if seen.tokens is None else known[start + seen.tokens]
+            hessians[name].add(seen.inputs, known)
+
+    start = 0
+    for hidden in stream.batches():
+        block.forward(hidden, rotary, observe=partial(observe, start))
+        start += hidden.shape[0] * hidden.shape[1]
+    return {
+        stage.name: _Seen(
+            tokens[stage.name],
+            hessians[stage.name].finish() if stage.name in hessians and tokens[stage.name] else None,
+        )
+        for stage in stages
+    }
