@@ -15,9 +15,10 @@ TOKEN_SHARE = 0.25
 
 
 class Hessian:
-    """Running mean of x xᵀ in float32 for the linears that read one input.
+    """Running mean of x xᵀ for the linears that read one input.
 
     name          the linear that errors speak of
+    dtype         of products and sums: float32, or float64 at twice the memory and several times the time
     token_share   0 gives the plain mean, which a few tokens of huge norm may own. With a share s every token counts
                   `(1 - s) / mean |x|² + s / |x|²` times: the mix `(1 - s) H + s H'` of the plain and the
                   token-normalised matrix, both scaled to a unit mean diagonal.
@@ -28,12 +29,18 @@ class Hessian:
     """
 
     def __init__(
-        self, in_features: int, name: str = "", *, token_share: float = 0.0, device: torch.device | str = "cpu"
+        self,
+        in_features: int,
+        name: str = "",
+        *,
+        token_share: float = 0.0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.name = name
         self.tokens = 0
         self._share = token_share
-        self._sum = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+        self._sum = torch.zeros(in_features, in_features, dtype=dtype, device=device)
         self._chunk = torch.empty(CHUNK_TOKENS, in_features, dtype=torch.float32, device=device)
         self._counts = torch.empty(CHUNK_TOKENS, dtype=torch.float32, device=device)
         self._filled = 0
@@ -54,7 +61,7 @@ class Hessian:
                 self._multiply()
 
     def finish(self) -> Tensor:
-        """The mean so far, float32 `[in, in]`, exactly symmetric. Ends the accumulation: its memory is handed over.
+        """The mean so far, `[in, in]`, exactly symmetric. Ends the accumulation: its memory is handed over.
 
         Raises CalibrationError when no token was seen.
         """
@@ -79,7 +86,7 @@ class Hessian:
         counts = self._counts[: self._filled]
         if self._share:
             counts.mul_(self._token_weights(norms))
-        rows.mul_(counts.sqrt()[:, None])
+        rows = rows.mul_(counts.sqrt()[:, None]).to(self._sum.dtype)
         for start in range(0, len(self._sum), PANEL_COLUMNS):
             panel = rows[:, start : start + PANEL_COLUMNS]
             self._sum[start : start + PANEL_COLUMNS, start:].addmm_(panel.T, rows[:, start:])

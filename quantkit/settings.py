@@ -21,6 +21,7 @@ class QuantizeSettings:
     lm_head: bool = False
     untie_head: bool = False
     route_all: bool = False
+    hessian_dtype: str = "fp32"
     effort: str = "default"
     calibration: str = "bundled"
     samples: int = 128

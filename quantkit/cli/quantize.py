@@ -92,6 +92,9 @@ def quantize(
             "--route-all", help="Mixtures: show every expert all of the text, not only what the router sends to it."
         ),
     ] = False,
+    hessian_dtype: Annotated[
+        str, typer.Option("--hessian-dtype", help="Of the sums over calibration text: fp32 or fp64.")
+    ] = "fp32",
     seed: Annotated[int, typer.Option("--seed", help="Chooses the rows; the same seed gives the same bytes.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")] = "auto",
@@ -127,6 +130,7 @@ def quantize(
         samples=samples,
         length=length,
         route_all=route_all,
+        hessian_dtype=hessian_dtype,
         seed=seed,
         device=device,
         dtype=dtype,

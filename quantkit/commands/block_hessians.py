@@ -50,10 +50,10 @@ class ReadyStage:
     routed: int | None = None
 
 
-def ready_head(head: Head, stream: ActivationStream) -> ReadyStage:
+def ready_head(head: Head, stream: ActivationStream, dtype: torch.dtype = torch.float32) -> ReadyStage:
     """The output linear, with the states behind the last block as its input."""
     linear, tokens = head.linear, 0
-    hessian = Hessian(linear.in_features, linear.name, token_share=TOKEN_SHARE, device=linear.device)
+    hessian = Hessian(linear.in_features, linear.name, token_share=TOKEN_SHARE, device=linear.device, dtype=dtype)
     for hidden in stream.batches():
         rows = head.norm(hidden.to(linear.device)).flatten(0, 1)
         hessian.add(rows)
@@ -68,10 +68,12 @@ def ready_stages(
     names: Container[str],
     sensitivity: Sensitivity | None = None,
     *,
+    dtype: torch.dtype = torch.float32,
     route_all: bool = False,
 ) -> Iterator[ReadyStage]:
     """The stages of `block`, only linears among `names` in them, each with the factor of its Hessian.
 
+    dtype      of the Hessians
     route_all  every expert's Hessian is made of all tokens of the block, however many the router sends to it
     """
     linears = block.linears
@@ -79,8 +81,8 @@ def ready_stages(
     all_tokens: dict[Stage, int] = {}
     stages = chosen_stages(block, names)
     gathered = {stage.name for stage in stages if not (route_all and stage.name in experts)}
-    for part in _passes(stages, gathered, linears):
-        observed = _observe(block, part, gathered, stream, rotary, sensitivity)
+    for part in _passes(stages, gathered, linears, dtype):
+        observed = _observe(block, part, gathered, stream, rotary, sensitivity, dtype)
         for stage in part:
             seen, features = observed.pop(stage.name), linears[stage.linears[0]].in_features
             routed = seen.tokens if stage.name in experts else None
@@ -93,7 +95,7 @@ def ready_stages(
             found = _factor(seen.hessian, stage, linears)
             unknown = sensitivity is not None and stage.name not in sensitivity.stages
             yield ReadyStage(stage.linears, found, seen.tokens, UNKNOWN if found and unknown else None, routed)
-    for stage, seen in _reached(block, list(all_tokens), stream, rotary):
+    for stage, seen in _reached(block, list(all_tokens), stream, rotary, dtype):
         routed = all_tokens[stage]
         reason = None if route_all else _few(routed, "solved with all tokens of its block")
         yield ReadyStage(stage.linears, _factor(seen.hessian, stage, linears), seen.tokens, reason, routed)
@@ -124,7 +126,7 @@ def _factor(hessian: Tensor | None, stage: Stage, linears: Mapping[str, Linear])
 
 
 def _reached(
-    block: Block, stages: Sequence[Stage], stream: ActivationStream, rotary: Rotary
+    block: Block, stages: Sequence[Stage], stream: ActivationStream, rotary: Rotary, dtype: torch.dtype
 ) -> Iterator[tuple[Stage, _Seen]]:
     """Stages of experts, observed with every token of the block. Those that read the block's states read the same ones,
     so one of them is observed for all."""
@@ -134,9 +136,9 @@ def _reached(
     first = alike[:1]
     observed_stages = [*first, *(stage for stage in stages if stage.name in own_states)]
     gathered = {stage.name for stage in observed_stages}
-    for part in _passes(observed_stages, gathered, block.linears):
+    for part in _passes(observed_stages, gathered, block.linears, dtype):
         reaching = block.reaching(experts[stage.name] for stage in part)
-        observed = _observe(reaching, part, gathered, stream, rotary, None)
+        observed = _observe(reaching, part, gathered, stream, rotary, None, dtype)
         for stage in part:
             seen = observed.pop(stage.name)
             for one in alike if stage in first else [stage]:
@@ -153,14 +155,14 @@ def _order(hessian: Tensor, stage: Stage, linears: Mapping[str, Linear]) -> Tens
 
 
 def _passes(
-    stages: Sequence[Stage], gathered: Container[str], linears: Mapping[str, Linear]
+    stages: Sequence[Stage], gathered: Container[str], linears: Mapping[str, Linear], dtype: torch.dtype
 ) -> Iterator[list[Stage]]:
     """Stages whose Hessians, where they are to be gathered, fit into memory together."""
     part: list[Stage] = []
     held = 0
     for stage in stages:
         features = linears[stage.linears[0]].in_features
-        size = 4 * features * (features + CHUNK_TOKENS) * (stage.name in gathered)
+        size = dtype.itemsize * features * (features + CHUNK_TOKENS) * (stage.name in gathered)
         if part and held + size > HESSIAN_BYTES:
             yield part
             part, held = [], 0
@@ -177,6 +179,7 @@ def _observe(
     stream: ActivationStream,
     rotary: Rotary,
     sensitivity: Sensitivity | None,
+    dtype: torch.dtype,
 ) -> dict[str, _Seen]:
     """One pass over the calibration text: what each of the stages was given, with Hessians of those in `gathered`."""
     linears = block.linears
@@ -188,7 +191,9 @@ def _observe(
         first = linears[stage.linears[0]]
         counts[stage.name] = None if sensitivity is None else sensitivity.counts(stage.name, stream.tokens)
         share = TOKEN_SHARE if counts[stage.name] is None else 0.0
-        hessians[stage.name] = Hessian(first.in_features, first.name, token_share=share, device=first.device)
+        hessians[stage.name] = Hessian(
+            first.in_features, first.name, token_share=share, device=first.device, dtype=dtype
+        )
     tokens: Counter[str] = Counter()
 
     def observe(start: int, seen: Activations) -> None:

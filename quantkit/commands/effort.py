@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from quantkit.errors import UsageError
 from quantkit.settings import QuantizeSettings
 
@@ -21,6 +23,7 @@ class Effort:
 
 _ALL = (Effort("nearest", calibrates=False), Effort("fast"), Effort("default", weighs=True))
 EFFORTS = {effort.name: effort for effort in _ALL}
+HESSIAN_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def choose_effort(settings: QuantizeSettings) -> Effort:
@@ -38,13 +41,17 @@ def choose_effort(settings: QuantizeSettings) -> Effort:
                 hint="use `--effort fast`",
             )
         plain = QuantizeSettings(settings.model, settings.out)
-        for option in ("calibration", "samples", "length"):
-            if getattr(settings, option) != getattr(plain, option):
+        for field in ("calibration", "samples", "length", "hessian_dtype", "route_all"):
+            if getattr(settings, field) != getattr(plain, field):
+                option = "--" + field.replace("_", "-")
                 raise UsageError(
-                    f"`--{option}` has no meaning with `--effort {name}`, which reads no text", hint="leave it out"
+                    f"`{option}` has no meaning with `--effort {name}`, which reads no text", hint="leave it out"
                 )
-        if settings.route_all:
-            raise UsageError(
-                f"`--route-all` has no meaning with `--effort {name}`, which reads no text", hint="leave it out"
-            )
     return effort
+
+
+def choose_hessian_dtype(name: str) -> torch.dtype:
+    """Raises UsageError for anything but `fp32` and `fp64`."""
+    if name not in HESSIAN_DTYPES:
+        raise UsageError(f"Hessians cannot be summed in `{name}`", hint="use `--hessian-dtype fp32` or `fp64`")
+    return HESSIAN_DTYPES[name]

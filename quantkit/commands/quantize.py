@@ -19,7 +19,7 @@ from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.commands.effort import choose_effort
+from quantkit.commands.effort import choose_effort, choose_hessian_dtype
 from quantkit.commands.embedded import embedded
 from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
 from quantkit.commands.quantize_exl2 import check_format, choose_recipe
@@ -68,6 +68,7 @@ def run(settings: QuantizeSettings, progress: Progress, source: Checkpoint | Non
     start = time.monotonic(), time.process_time()
     check_format(settings)
     effort = choose_effort(settings)
+    hessian_dtype = choose_hessian_dtype(settings.hessian_dtype)
     placement = choose_placement(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model) if source is None else source
     with CheckpointWriter(settings.out, source=checkpoint.path, overwrite=settings.overwrite) as writer:
@@ -76,7 +77,15 @@ def run(settings: QuantizeSettings, progress: Progress, source: Checkpoint | Non
         folder = writer.path.with_name(f".{writer.path.name}.activations")
         backward = cache(partial(run_backward, subject, folder, settings.seed, progress))
         recipe = choose_recipe(settings, subject, folder, backward, progress)
-        job = prepare(subject, recipe, writer.path, settings.strict, weighs=effort.weighs, route_all=settings.route_all)
+        job = prepare(
+            subject,
+            recipe,
+            writer.path,
+            settings.strict,
+            weighs=effort.weighs,
+            hessian_dtype=hessian_dtype,
+            route_all=settings.route_all,
+        )
         _announce(job, progress)
         require_finite(checkpoint, progress)
         weighed = backward() if effort.weighs else None
@@ -153,7 +162,16 @@ def _quantize(
                     keep(solved, f"block {index}")
                 continue
             rounded: dict[str, DenseTensor] = {}
-            for solved in solve_block(block, stream, rotary, codecs, sensitivity, route_all=job.route_all):
+            solutions = solve_block(
+                block,
+                stream,
+                rotary,
+                codecs,
+                sensitivity,
+                hessian_dtype=job.hessian_dtype,
+                route_all=job.route_all,
+            )
+            for solved in solutions:
                 rounded[solved.result.name] = keep(solved, f"block {index}")
             if index + 1 == subject.config.num_layers and job.plan.head is None:
                 break
@@ -166,7 +184,7 @@ def _quantize(
             stream.advance(run_block, f"block {index}")
         if job.plan.head is not None:
             head = load_head(source, subject.config, subject.architecture, dtype, device)
-            keep(solve_head(head, stream, codecs), "head")
+            keep(solve_head(head, stream, codecs, hessian_dtype=job.hessian_dtype), "head")
     return results, receipt
 
 

@@ -36,17 +36,19 @@ def solve_block(
     codecs: Mapping[str, Codec],
     sensitivity: Sensitivity | None = None,
     *,
+    hessian_dtype: torch.dtype = torch.float32,
     route_all: bool = False,
 ) -> Iterator[SolvedLinear]:
     """Solve the linears of `block` that have a codec, stage after stage. The block itself is not changed.
 
     sensitivity  of the first rows of the text in `stream`: what tokens matter. Without it, as well as for experts that
                  none of its tokens reached, Hessians are mixed with token-normalised ones.
-    route_all    see `ready_stages`
+    route_all    see `ready_stages`; so is the dtype of the Hessians
 
     Raises CalibrationError for inputs that are not finite, FormatError for weights that the codec cannot hold.
     """
-    for ready in ready_stages(block, stream, rotary, codecs, sensitivity, route_all=route_all):
+    stages = ready_stages(block, stream, rotary, codecs, sensitivity, dtype=hessian_dtype, route_all=route_all)
+    for ready in stages:
         yield from solve_stage(block.linears, ready, codecs)
 
 
@@ -56,11 +58,17 @@ def round_block(block: Block, codecs: Mapping[str, Codec]) -> Iterator[SolvedLin
         yield from solve_stage(block.linears, ReadyStage(stage.linears, None, 0), codecs)
 
 
-def solve_head(head: Head, stream: ActivationStream | None, codecs: Mapping[str, Codec]) -> SolvedLinear:
+def solve_head(
+    head: Head,
+    stream: ActivationStream | None,
+    codecs: Mapping[str, Codec],
+    *,
+    hessian_dtype: torch.dtype = torch.float32,
+) -> SolvedLinear:
     """Solve the output linear for the states behind the last block; without them round it to nearest. Raises as
     `solve_block` does."""
     linear = head.linear
-    ready = ReadyStage((linear.name,), None, 0) if stream is None else ready_head(head, stream)
+    ready = ReadyStage((linear.name,), None, 0) if stream is None else ready_head(head, stream, hessian_dtype)
     (solved,) = solve_stage({linear.name: linear}, ready, codecs)
     return solved
 

@@ -107,6 +107,7 @@ class QuantizeJob:
     subject: Subject
     plan: Plan
     recipe: Recipe
+    hessian_dtype: torch.dtype = torch.float32
     route_all: bool = False
 
     @property
@@ -145,7 +146,14 @@ def open_subject(checkpoint: Checkpoint, text: TextChoice | None, placement: Pla
 
 
 def prepare(
-    subject: Subject, recipe: Recipe, out: Path, strict: bool, *, weighs: bool, route_all: bool = False
+    subject: Subject,
+    recipe: Recipe,
+    out: Path,
+    strict: bool,
+    *,
+    weighs: bool,
+    hessian_dtype: torch.dtype = torch.float32,
+    route_all: bool = False,
 ) -> QuantizeJob:
     """Every check of a plan, with a backward pass to come if `weighs`. Raises the error of whatever is not as it must
     be."""
@@ -161,7 +169,7 @@ def prepare(
         )
     spilled = max(subject.spilled_bytes, subject.backward_spilled_bytes if weighs else 0)
     _require_space(plan, subject, spilled, out)
-    return QuantizeJob(subject, plan, recipe, route_all)
+    return QuantizeJob(subject, plan, recipe, hessian_dtype, route_all)
 
 
 def require_finite(checkpoint: Checkpoint, progress: Progress) -> None:

@@ -169,8 +169,8 @@ class Exl2Recipe:
 def _quantized_names(plan: Plan) -> list[list[str]] | None:
     """The kinds of linear that are quantized, where others are not: transformers knows no `dynamic`, but takes this.
 
-    None where all are quantized, where a kind is divided between blocks, and with quantized experts: transformers cannot
-    read them, and other readers look for full names in the list.
+    None where all are quantized, where a kind is divided between blocks, and with quantized experts: transformers
+    cannot read them, and other readers look for full names in the list.
     """
     quantized, dense = ({linear.kind: None for linear in linears} for linears in (plan.quantized, plan.dense))
     divided = quantized.keys() & dense.keys()

@@ -72,7 +72,8 @@ def grouped(hessian: Tensor, groups: Tensor) -> Tensor:
 
 
 def factor(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING, *, name: str = "") -> Factor:
-    """Factor a symmetric Hessian, float32 [in, in]; `order` None means `descending(hessian)`.
+    """Factor a symmetric Hessian, float32 or float64 [in, in], in its own dtype; `order` None means
+    `descending(hessian)`.
 
     `damping` times the mean of the diagonal is added to it. When the factorisation fails, it is tried again with the
     multiples of DAMPING_STEPS, and after the last of them the factor has a `fallback`. Raises CalibrationError, with
@@ -96,13 +97,13 @@ def factor(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPIN
         flipped.diagonal().add_(ridge)
         if cholesky(flipped):
             lower, pivots = _unit_lower(flipped)
-            return Factor(order, lower, pivots, ridge, damping * step, dead_inputs)
+            return Factor(order, lower.float(), pivots.float(), ridge, damping * step, dead_inputs)
     most = damping * DAMPING_STEPS[-1]
     return _diagonal(hessian, order, damping, f"its Hessian stays singular up to damping {most:g}")
 
 
 def cholesky(matrix: Tensor) -> bool:
-    """Overwrite the lower triangle of a symmetric float32 matrix with its Cholesky factor; False when there is none.
+    """Overwrite the lower triangle of a symmetric matrix with its Cholesky factor; False when there is none.
 
     Blocks of columns, each updated by one product with all columns before it: as fast as LAPACK's and, unlike it, the
     same to the last bit on any number of threads. What stands above the diagonal afterwards has no meaning.
@@ -138,5 +139,5 @@ def _diagonal(hessian: Tensor, order: Tensor, damping: float, reason: str) -> Fa
     """No feedback: each row is rounded to nearest, and its error counts as its own diagonal says."""
     diagonal = hessian.diagonal().clamp(min=0)
     ridge = damping * float(diagonal.mean()) if bool(diagonal.any()) else 1.0
-    lower = torch.eye(len(order), dtype=hessian.dtype, device=hessian.device)
-    return Factor(order, lower, diagonal[order] + ridge, ridge, damping, int((diagonal == 0).sum()), reason)
+    lower = torch.eye(len(order), dtype=torch.float32, device=hessian.device)
+    return Factor(order, lower, diagonal[order].float() + ridge, ridge, damping, int((diagonal == 0).sum()), reason)

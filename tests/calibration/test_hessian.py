@@ -121,3 +121,14 @@ def test_tokens_without_a_count_count_once() -> None:
     mixed.add(x[300:], torch.ones(400))
     ones.add(x)
     assert torch.equal(mixed.finish(), ones.finish())
+
+
+def test_sums_in_float64_are_those_of_float64() -> None:
+    x = torch.randn(3000, 40, generator=torch.Generator().manual_seed(4)) * torch.logspace(-3, 3, 40)
+    hessian = Hessian(40, dtype=torch.float64)
+    hessian.add(x)
+    total = hessian.finish()
+    exact = x.double().T @ x.double() / len(x)
+    assert total.dtype == torch.float64
+    scale = exact.diagonal().sqrt()
+    assert ((total - exact).abs() / (scale[:, None] * scale)).max() < 1e-14

@@ -117,3 +117,20 @@ def test_what_does_not_exist_is_refused_before_work(options: dict, message: str,
         run(QuantizeSettings("nowhere", tmp_path / "out", **options), Silent())
     assert error.value.hint
     assert not (tmp_path / "out").exists()
+
+
+def test_hessians_in_float64_are_the_same_but_for_rounding(model: Path, tmp_path: Path) -> None:
+    single = quantize(model, tmp_path / "single", "fast", **TEXT)
+    double = quantize(model, tmp_path / "double", "fast", hessian_dtype="fp64", lm_head=True, **TEXT)
+    errors = {linear.name: linear.error for linear in single.linears}
+    for linear in double.linears[:7]:  # of the first block, whose inputs are equal
+        assert linear.error == pytest.approx(errors[linear.name], rel=0.02)
+    assert double.linears[-1].name == "lm_head"
+
+
+def test_hessians_have_a_dtype_that_there_is(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be summed in `bf16`"):
+        quantize(model, tmp_path / "out", "fast", hessian_dtype="bf16", **TEXT)
+    with pytest.raises(UsageError, match="`--hessian-dtype` has no meaning with `--effort nearest`"):
+        quantize(model, tmp_path / "out", "nearest", hessian_dtype="fp64")
+    assert list(tmp_path.iterdir()) == []

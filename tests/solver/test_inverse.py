@@ -128,3 +128,17 @@ def test_the_hessian_is_left_alone() -> None:
     kept = hessian.clone()
     factor(hessian)
     assert torch.equal(hessian, kept)
+
+
+def test_a_float64_hessian_is_factored_as_such() -> None:
+    """With a ridge that float32 loses beside the largest entry."""
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    hessian = x.T @ x * 1e6
+    single, double = factor(hessian.float(), damping=1e-9), factor(hessian, damping=1e-9)
+    assert double.damping == 1e-9 and double.fallback is None
+    assert single.damping > 1e-9 or single.fallback is not None
+    assert double.lower.dtype == double.pivots.dtype == torch.float32
+    order = double.order
+    product = double.lower.double().T @ (double.pivots.double()[:, None] * double.lower.double())
+    expected = hessian[order[:, None], order]
+    assert (product - expected).abs().max() < 1e-5 * expected.abs().max()
