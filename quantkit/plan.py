@@ -67,9 +67,6 @@ class Plan:
         """All that is to be solved, the head last."""
         return self.quantized if self.head is None else (*self.quantized, self.head)
 
-    def by_name(self) -> dict[str, PlannedLinear]:
-        return {linear.name: linear for linear in self.linears}
-
     @property
     def quantized(self) -> tuple[PlannedLinear, ...]:
         return tuple(linear for linear in self.linears if linear.layout is not None)

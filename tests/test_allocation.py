@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.allocation import Option, allocate
@@ -28,6 +28,7 @@ def realistic(linears: int, seed: int = 0) -> tuple[list[list[Option]], int]:
     return options, weights
 
 
+@settings(deadline=None)
 @given(st.lists(OPTIONS, min_size=1, max_size=5), st.floats(0, 1))
 def test_no_choice_within_the_budget_is_better(options: list[list[Option]], share: float) -> None:
     least = sum(min(option.bits for option in listed) for listed in options)
