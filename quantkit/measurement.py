@@ -1,13 +1,13 @@
 """Measurement: what each layout of each linear would cost in bits and do in damage, for one model and one text.
 
 A file of plain JSON: `linears` has one object for each linear, `candidates` in it one for each layout that was solved.
-Damage is in nats of KL divergence from the original's predictions, per token, and adds up over linears. The file knows
-the fingerprint of its model, so that it is never used for another.
+Damage is in nats of KL divergence from the original's predictions, per token, unless `unit` says otherwise, and adds up
+over linears. The file knows the fingerprint of its model, so that it is never used for another.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from quantkit.errors import PlanError
 
 KIND, VERSION = "quantkit measurement", 1
+NATS = "nats of KL divergence per token"
 MOST_BYTES = 1 << 30
 
 
@@ -25,7 +26,7 @@ class Candidate:
     mix     of widths, as `formats.exl2_mix` spells it
     bits    all bits on disk, side data and bias included
     error   Hessian-weighted squared error relative to the weighted square of the weight
-    damage  nats per token
+    damage  in the unit of the measurement
     """
 
     mix: str
@@ -51,14 +52,40 @@ class MeasuredLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """One block with all its linears quantized and nothing else: the damage that the measurement predicts, and the mean
+    KL divergence that was seen when the model ran so, with teacher forcing, over some tokens of the text."""
+
+    block: int
+    bits_per_weight: float
+    predicted: float
+    seen: float
+    tokens: int
+
+    @property
+    def ratio(self) -> float:
+        """Predicted to seen."""
+        return self.predicted / self.seen if self.seen > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
-    """All linears of the blocks in the order of the model, and what they were measured with."""
+    """All linears of the blocks in the order of the model, and what they were measured with.
+
+    checks    of the prediction, where it was checked
+    together  linears that were measured together: the n-th candidates of all of them are one choice, and only the sum
+              of their damages has been measured
+    unit      of damages
+    """
 
     model: str
     head_inputs: int
     head_weights: int
     calibration: Mapping[str, Any]
     linears: tuple[MeasuredLinear, ...]
+    checks: tuple[Check, ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
+    unit: str = NATS
 
     @property
     def weights(self) -> int:
@@ -69,6 +96,26 @@ class Measurement:
     def dense(self) -> tuple[MeasuredLinear, ...]:
         """Linears that the format cannot hold."""
         return tuple(linear for linear in self.linears if not linear.candidates)
+
+    @property
+    def choices(self) -> list[tuple[MeasuredLinear, ...]]:
+        """What is to be chosen for: single linears, and those that were measured together. Dense ones are left out."""
+        partners = {names[0]: names for names in self.together}
+        followers = {name for names in self.together for name in names[1:]}
+        by_name = {linear.name: linear for linear in self.linears}
+        return [
+            tuple(by_name[name] for name in partners.get(linear.name, (linear.name,)))
+            for linear in self.linears
+            if linear.candidates and linear.name not in followers
+        ]
+
+    def choices_by_block(self) -> dict[int, list[tuple[MeasuredLinear, ...]]]:
+        """Block → what is to be chosen for in it."""
+        blocks: dict[int, list[tuple[MeasuredLinear, ...]]] = {}
+        for choice in self.choices:
+            number = next(int(part) for part in choice[0].name.split(".") if part.isdigit())
+            blocks.setdefault(number, []).append(choice)
+        return blocks
 
     def require(self, fingerprint: str, model: str) -> None:
         """PlanError unless this was measured on the model of that fingerprint."""
@@ -93,12 +140,28 @@ class Measurement:
         try:
             linears = tuple(_linear(entry) for entry in value["linears"])
             head = int(value["head_inputs"]), int(value["head_weights"])
-            measurement = cls(str(value["model"]), *head, dict(value["calibration"]), linears)
+            checks = tuple(Check(**check) for check in value.get("checks", ()))
+            together = tuple(tuple(names) for names in value.get("together", ()))
+            _require_alike(linears, together)
+            unit = str(value.get("unit", NATS))
+            measurement = cls(str(value["model"]), *head, dict(value["calibration"]), linears, checks, together, unit)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"`{path}` is a damaged measurement: {_reason(error)}", hint="measure again") from error
         if not linears:
             raise PlanError(f"`{path}` measures no linear", hint="measure again")
         return measurement
+
+
+def damage_near(choices: Sequence[tuple[MeasuredLinear, ...]], bits: float) -> float:
+    """The damage of linears together, each choice in the option nearest to so many bits per weight."""
+    total = 0.0
+    for choice in choices:
+        weights = sum(linear.weights for linear in choice)
+        total += min(
+            (abs(sum(each.bits for each in alike) / weights - bits), sum(each.damage for each in alike))
+            for alike in zip(*(linear.candidates for linear in choice), strict=True)
+        )[1]
+    return total
 
 
 def require_place(path: Path) -> None:
@@ -136,12 +199,28 @@ def load_json(path: Path, kind: str, version: int, command: str) -> dict[str, An
         raise PlanError(f"`{path}` cannot be read: {error.strerror}", hint=hint) from error
     except (ValueError, RecursionError) as error:
         raise PlanError(f"`{path}` is not JSON: {error}", hint=hint) from error
+    if isinstance(value, dict) and "last_module_idx" in value:
+        raise PlanError(
+            f"`{path}` is a measurement of ExLlamaV2, no {kind}",
+            hint=f"import it: `quantkit measurement import {path} MODEL -o measurement.json`",
+        )
     if not isinstance(value, dict) or value.get("kind") != kind:
         raise PlanError(f"`{path}` is no {kind}", hint=hint)
     if value.get("version") != version:
         found = value.get("version")
         raise PlanError(f"`{path}`: expected version {version} of a {kind}, found {found}", hint=hint)
     return value
+
+
+def _require_alike(linears: tuple[MeasuredLinear, ...], together: tuple[tuple[str, ...], ...]) -> None:
+    """ValueError unless linears that belong together exist, have equally many candidates and no other partners."""
+    counts = {linear.name: len(linear.candidates) for linear in linears}
+    named = [name for names in together for name in names]
+    for names in together:
+        if len({counts.get(name, 0) for name in names}) != 1 or not counts.get(names[0]):
+            raise ValueError(f"`{names[0]}` is measured together with linears that have other candidates")
+    if len(set(named)) < len(named):
+        raise ValueError("`together` has a linear twice")
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

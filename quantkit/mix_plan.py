@@ -14,7 +14,7 @@ from quantkit.allocation import Allocation, Option, allocate, require_feasible
 from quantkit.errors import FormatError, PlanError, UsageError
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.formats.codec import Layout
-from quantkit.measurement import Measurement, load_json, save_json
+from quantkit.measurement import Candidate, Measurement, load_json, save_json
 from quantkit.models.architecture import LinearSpec
 from quantkit.plan import Plan, PlannedLinear
 
@@ -138,13 +138,20 @@ def plan_mixes(
     With `include_head` the head, whose mix follows from `head_bits`, counts among the weights and bits. Raises
     PlanError for a target out of reach.
     """
-    quantized = [linear for linear in measurement.linears if linear.candidates]
     found = allocate(*_budget(measurement, target, head_bits, include_head))
-    mixes = {
-        linear.name: linear.candidates[number].mix for linear, number in zip(quantized, found.chosen, strict=False)
-    }
+    mixes = {name: candidate.mix for name, candidate in chosen_candidates(measurement, found).items()}
     reasons = {linear.name: linear.dense_because or "" for linear in measurement.dense}
     return MixPlan(measurement.model, target, include_head, head_bits, mixes, reasons), found
+
+
+def chosen_candidates(measurement: Measurement, allocation: Allocation) -> dict[str, Candidate]:
+    """What `plan_mixes` chose, by linear, in the order of the model."""
+    found = {
+        linear.name: linear.candidates[number]
+        for choice, number in zip(measurement.choices, allocation.chosen, strict=False)
+        for linear in choice
+    }
+    return {linear.name: found[linear.name] for linear in measurement.linears if linear.name in found}
 
 
 def require_reachable(measurement: Measurement, target: float, *, head_bits: int, include_head: bool = False) -> None:
@@ -164,13 +171,15 @@ def require_no_dense(measurement: Measurement) -> None:
 def _budget(
     measurement: Measurement, target: float, head_bits: int, include_head: bool
 ) -> tuple[list[list[Option]], int, int]:
-    """What `allocate` takes: the options of each quantized linear and at last of all that is fixed, bits, weights."""
+    """What `allocate` takes: the options of each choice and at last of all that is fixed; bits; weights."""
     require_head_bits(head_bits)
     require_target(target)
     options = [
-        [Option(found.bits, found.damage) for found in linear.candidates]
-        for linear in measurement.linears
-        if linear.candidates
+        [
+            Option(sum(each.bits for each in alike), sum(each.damage for each in alike))
+            for alike in zip(*(linear.candidates for linear in choice), strict=True)
+        ]
+        for choice in measurement.choices
     ]
     if not options:
         raise PlanError("no linear of this model can be quantized", hint="use another format")

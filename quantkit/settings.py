@@ -66,6 +66,23 @@ class PlanSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ShowMeasurementSettings:
+    """`quantkit measurement show MEASUREMENT --plot FILE`."""
+
+    measurement: Path
+    plot: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportMeasurementSettings:
+    """`quantkit measurement import SOURCE MODEL -o OUT`."""
+
+    source: Path
+    model: str
+    out: Path
+
+
+@dataclass(frozen=True, slots=True)
 class ConvertSettings:
     """`quantkit convert ROUTE IN OUT`, ROUTE as `gguf-to-hf`: what every route reads, then what some do."""
 

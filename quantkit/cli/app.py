@@ -9,6 +9,7 @@ from quantkit.cli.evaluate import evaluate
 from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.cli.measure import measure
+from quantkit.cli.measurement import measurement
 from quantkit.cli.plan import plan
 from quantkit.cli.quantize import quantize
 from quantkit.version import VERSION
@@ -39,6 +40,7 @@ def _root(
 
 app.command()(quantize)
 app.command()(measure)
+app.add_typer(measurement, name="measurement")
 app.command()(plan)
 app.add_typer(convert, name="convert")
 app.add_typer(evaluate, name="eval")

@@ -26,7 +26,7 @@ from quantkit.commands.sensitivity import run_backward
 from quantkit.formats import exl2_layout
 from quantkit.formats.codec import Layout
 from quantkit.formats.exl2 import Exl2Codec
-from quantkit.measurement import Candidate, MeasuredLinear, Measurement, require_place
+from quantkit.measurement import Candidate, MeasuredLinear, Measurement, damage_near, require_place
 from quantkit.models.architecture import LinearSpec
 from quantkit.models.linear import Linear
 from quantkit.models.transformer import Rotary, load_block
@@ -44,51 +44,60 @@ class MeasureReport:
     measurement: Measurement
 
     def kind_rows(self) -> list[list[str]]:
-        """Each kind of linear: the damage of all of them at a few of the layouts."""
-        kinds: dict[str, list[MeasuredLinear]] = {}
-        for linear in self.measurement.linears:
-            if linear.candidates:
-                kinds.setdefault(kind_of(linear.name), []).append(linear)
-        return [
-            [kind, str(len(found)), *(f"{_damage_near(found, bits):.4f}" for bits in SHOWN_BITS)]
-            for kind, found in kinds.items()
-        ]
+        """Each kind of linear: the damage of all of them at a few of the layouts. None where linears were measured
+        together, and nothing is known of one alone."""
+        kinds: dict[str, list[tuple[MeasuredLinear, ...]]] = {}
+        for choice in () if self.measurement.together else self.measurement.choices:
+            kinds.setdefault(kind_of(choice[0].name), []).append(choice)
+        return [_damage_row(kind, choices) for kind, choices in kinds.items()]
 
     def layer_rows(self) -> list[list[str]]:
         """Each block: the damage of all its linears at the same layouts."""
-        blocks: dict[str, list[MeasuredLinear]] = {}
-        for linear in self.measurement.linears:
-            if linear.candidates:
-                number = next(part for part in linear.name.split(".") if part.isdigit())
-                blocks.setdefault(number, []).append(linear)
+        blocks = self.measurement.choices_by_block()
+        return [_damage_row(f"block {number}", choices) for number, choices in blocks.items()]
+
+    def check_rows(self) -> list[list[str]]:
+        """Each block that was checked: what was predicted, what was seen, and their ratio."""
         return [
-            [f"block {number}", str(len(found)), *(f"{_damage_near(found, bits):.4f}" for bits in SHOWN_BITS)]
-            for number, found in blocks.items()
+            [
+                f"block {check.block}",
+                f"{check.bits_per_weight:.2f}",
+                str(check.tokens),
+                f"{check.predicted:.5f}",
+                f"{check.seen:.5f}",
+                f"{check.ratio:.2f}",
+            ]
+            for check in self.measurement.checks
         ]
 
     def rows(self) -> list[list[str]]:
         """Name and figure: the summary."""
         text, linears = self.measurement.calibration, self.measurement.linears
-        dense = [linear for linear in linears if not linear.candidates]
+        dense = self.measurement.dense
+        tokens = f", {text['rows']} × {text['length']} tokens" if "rows" in text else ""
         return [
             ["linears", f"{len(linears) - len(dense)} measured, {len(dense)} that EXL2 cannot hold"],
-            ["calibration", f"{text['source']}, {text['rows']} × {text['length']} tokens"],
+            ["calibration", f"{text['source']}{tokens}"],
             ["model", self.measurement.model[:12]],
         ]
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of each table for people."""
         columns = ["bits per weight, about", "linears", *(f"{bits:g}" for bits in SHOWN_BITS)]
-        return [
-            ("damage by block, nats of KL", columns, self.layer_rows()),
-            ("damage by kind of linear, nats of KL", columns, self.kind_rows()),
+        unit = self.measurement.unit
+        tables = [
+            (f"damage by block, {unit}", columns, self.layer_rows()),
+            (f"damage by kind of linear, {unit}", columns, self.kind_rows()),
+            ("prediction against what was seen, nats of KL", CHECK_COLUMNS, self.check_rows()),
             (str(self.out), ["", ""], self.rows()),
         ]
+        return [(title, names, rows) for title, names, rows in tables if rows]
 
     def as_json(self) -> dict[str, Any]:
         return {"out": str(self.out), **self.measurement.as_json()}
 
 
+CHECK_COLUMNS = ["one block quantized", "bits/weight", "tokens", "predicted", "seen", "ratio"]
 SHOWN_BITS = (2.3, 3.2, 4.2, 5.2, 6.2)
 
 
@@ -194,10 +203,5 @@ def _measure_stage(
     return {name: tuple(candidates) for name, candidates in found.items()}
 
 
-def _damage_near(linears: list[MeasuredLinear], bits: float) -> float:
-    """The damage of linears together, each in the layout nearest to so many bits per weight."""
-
-    def nearest(linear: MeasuredLinear) -> Candidate:
-        return min(linear.candidates, key=lambda found: abs(found.bits / linear.weights - bits))
-
-    return sum(nearest(linear).damage for linear in linears)
+def _damage_row(name: str, choices: list[tuple[MeasuredLinear, ...]]) -> list[str]:
+    return [name, str(sum(map(len, choices))), *(f"{damage_near(choices, bits):.4f}" for bits in SHOWN_BITS)]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.allocation import Allocation
-from quantkit.measurement import MeasuredLinear, Measurement
-from quantkit.mix_plan import MixPlan, plan_mixes, require_no_dense
+from quantkit.measurement import Measurement
+from quantkit.mix_plan import MixPlan, chosen_candidates, plan_mixes, require_no_dense
 from quantkit.plan import kind_of
 from quantkit.progress import Progress
 from quantkit.settings import PlanSettings
@@ -15,7 +15,7 @@ from quantkit.settings import PlanSettings
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What was chosen. `damage` is the predicted KL in nats per token; no plan of this budget is below `bound`."""
+    """What was chosen. `damage` is in the unit of the measurement; no plan of this budget is below `bound`."""
 
     out: Path
     plan: MixPlan
@@ -32,7 +32,7 @@ class PlanReport:
         part = "linears and head" if self.plan.include_head else "linears"
         return [
             [f"bits per weight, {part}", f"{self.bits_per_weight:.4f} of {self.plan.target:g}"],
-            ["predicted KL", f"{self.allocation.damage:.4f}"],
+            [f"predicted, {self.measurement.unit}", f"{self.allocation.damage:.4f}"],
             ["least possible", f"{self.allocation.bound:.4f}"],
             ["linears", f"{len(self.plan.linears)} quantized, {len(self.plan.dense)} left dense"],
         ]
@@ -40,10 +40,9 @@ class PlanReport:
     def kind_rows(self) -> list[list[str]]:
         """Each kind of linear: how many, and least, mean and most bits per weight."""
         kinds: dict[str, list[tuple[float, float]]] = {}
-        for linear in self.measurement.linears:
-            if linear.candidates:
-                bits, damage = _chosen(linear, self.plan.linears[linear.name])
-                kinds.setdefault(kind_of(linear.name), []).append((bits / linear.weights, damage))
+        weights = {linear.name: linear.weights for linear in self.measurement.linears}
+        for name, chosen in chosen_candidates(self.measurement, self.allocation).items():
+            kinds.setdefault(kind_of(name), []).append((chosen.bits / weights[name], chosen.damage))
         return [
             [
                 kind,
@@ -76,7 +75,7 @@ class PlanReport:
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of each table for people."""
-        columns = ["bits per weight", "linears", "least", "mean", "most", "KL"]
+        columns = ["bits per weight", "linears", "least", "mean", "most", "damage"]
         tables = [("by kind of linear", columns, self.kind_rows()), (str(self.out), ["", ""], self.rows())]
         return [("left dense", ["linears"], self.dense_rows()), *tables] if self.measurement.dense else tables
 
@@ -88,6 +87,7 @@ class PlanReport:
             "head_bits": self.plan.head_bits,
             "bits_per_weight": self.bits_per_weight,
             "bits": self.allocation.bits,
+            "unit": self.measurement.unit,
             "damage": self.allocation.damage,
             "bound": self.allocation.bound,
             "linears": dict(self.plan.linears),
@@ -109,8 +109,3 @@ def run(settings: PlanSettings, progress: Progress) -> PlanReport:
     weights = measurement.weights + (measurement.head_weights if settings.include_head else 0)
     progress.say(f"wrote {settings.out}")
     return PlanReport(settings.out, plan, allocation, weights, measurement)
-
-
-def _chosen(linear: MeasuredLinear, mix: str) -> tuple[int, float]:
-    found = next(candidate for candidate in linear.candidates if candidate.mix == mix)
-    return found.bits, found.damage

@@ -127,7 +127,7 @@ def test_linears_that_stay_dense_are_listed_with_what_can_be_done(tmp_path: Path
     better = run(PlanSettings(tmp_path / "m.json", report.proposal, tmp_path / "p.json"), Silent())
     assert 3.99 <= (better.allocation.bits - 16 * 6400) / others < 4.02
     (tmp_path / "p.json").unlink()
-    with pytest.raises(FormatError, match="`model.layers.0.mlp.up_proj` cannot be quantized: 100 is no multiple"):
+    with pytest.raises(FormatError, match=r"`model.layers.0.mlp.up_proj` cannot be quantized: 100 is no multiple"):
         run(PlanSettings(tmp_path / "m.json", 4.0, tmp_path / "p.json", strict=True), Silent())
     assert not (tmp_path / "p.json").exists()
     measured().save(tmp_path / "whole.json")
@@ -163,7 +163,7 @@ def test_a_linear_that_an_edit_names_twice_is_refused(tmp_path: Path) -> None:
     text = (tmp_path / "p.json").read_text()
     name = '"model.layers.0.mlp.down_proj": '
     (tmp_path / "p.json").write_text(text.replace(name, f'{name}"8@128",\n  {name}', 1))
-    with pytest.raises(PlanError, match="it has `model.layers.0.mlp.down_proj` twice in one object"):
+    with pytest.raises(PlanError, match=r"it has `model.layers.0.mlp.down_proj` twice in one object"):
         MixPlan.load(tmp_path / "p.json")
 
 
