@@ -108,7 +108,7 @@ class ConvertSettings:
     dtype: str = "fp16"
     shard_size: str = "4GiB"
     adapters: tuple[str, ...] = ()
-    type: str = "F16"
+    type: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
