@@ -46,7 +46,7 @@ def open_gguf(path: Path) -> Iterator["GgufFile"]:
     """
     if path.is_dir():
         raise CheckpointError(f"`{path}` is a folder, expected one GGUF file", hint="name the `.gguf` file in it")
-    library = _library()
+    library = gguf_library()
     with open_regular(path) as (descriptor, _):
         own = os.dup(descriptor)
     with os.fdopen(own, "rb") as file:
@@ -135,7 +135,8 @@ class GgufFile:
                 ) from error
 
 
-def _library() -> ModuleType:
+def gguf_library() -> ModuleType:
+    """The `gguf` library. Raises CheckpointError where it is not installed."""
     try:
         import gguf
     except ImportError as error:

@@ -101,9 +101,9 @@ def describe(file: GgufFile) -> ImportedModel:
     config = _config(file, prefix, family)
     if windowed:
         config["sliding_window"] = _count(file.metadata, f"{prefix}.attention.sliding_window")
-    placements = tuple(_placements(family, config))
-    _match(file, placements, family.architecture)
-    return ImportedModel(family.architecture, config, placements)
+    placed = tuple(placements(family, config))
+    _match(file, placed, family.architecture)
+    return ImportedModel(family.architecture, config, placed)
 
 
 def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -112,6 +112,11 @@ def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     llama.cpp turns neighbours (2i, 2i+1) together, Hugging Face turns i and i + head_dim/2 (`rotate_half`).
     """
     return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """What `unpermute` undoes: rows from halves to rotary pairs."""
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def _refuse_unread(metadata: Metadata, prefix: str) -> None:
@@ -232,8 +237,8 @@ def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, An
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 
-def _placements(family: Family, config: Mapping[str, Any]) -> Iterator[Placement]:
-    """Every tensor of the model, in order."""
+def placements(family: Family, config: Mapping[str, Any]) -> Iterator[Placement]:
+    """Every tensor of a model of that family with this config.json, in order."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     yield Placement("token_embd.weight", "model.embed_tokens.weight", (vocab, hidden))
     for index in range(config["num_hidden_layers"]):

@@ -62,7 +62,7 @@ _ANNOTATIONS: dict[str, Any] = {
     "adapters": Annotated[
         list[str], typer.Option("--adapter", help="Folder of a PEFT adapter, perhaps with a weight: DIR or DIR=0.5.")
     ],
-    "type": Annotated[str, typer.Option("--type", help="Of the matrices: F16, Q8_0, Q4_0 or Q4_1.")],
+    "type": Annotated[str, typer.Option("--type", help="Of the linears: F16, Q8_0, Q4_0, Q4_1, or auto.")],
 }
 
 

@@ -6,6 +6,7 @@ that asks for more is refused here too, and nothing of it is used.
 
 import pickle
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,10 +107,12 @@ def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _load(file: Path) -> dict[str, object]:
     try:
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files of old versions of torch cannot be mapped
-            found = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the pickle protocol: what cannot be read is refused anyway
+            try:
+                found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # files of old versions of torch cannot be mapped
+                found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"`{file}` asks for more than tensors, which could run code: refused",

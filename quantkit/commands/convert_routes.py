@@ -83,6 +83,20 @@ ROUTES: tuple[Route, ...] = (
         ("adapters",),
     ),
     Route(
+        "hf-to-gguf",
+        "Write a dense model as one GGUF file for llama.cpp.",
+        ROUNDED,
+        "convert_to_gguf:hf_to_gguf",
+        ("type",),
+    ),
+    Route(
+        "gptq-to-gguf",
+        "Write a GPTQ model as one GGUF file: exact unless a type is asked for whose grid is another.",
+        EXACT,
+        "convert_to_gguf:gptq_to_gguf",
+        ("type",),
+    ),
+    Route(
         "gguf-to-hf",
         "Dequantize a GGUF file into a Hugging Face folder: float16 weights, config and tokenizer.",
         ROUNDED,

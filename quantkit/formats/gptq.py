@@ -99,6 +99,12 @@ class GptqTensor(StoredTensor):
         y = backend.gptq_matmul(x, repacked)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes uint8 [in, out] in the model's own order, zero points uint8 [groups, out], scales [groups, out]."""
+        weight = self._stored()
+        q = kernels.backend(self._device).unpack(weight.words, self.bits)
+        return q, weight.zeros, weight.scales
+
     @property
     def stored_bits(self) -> int:
         codes = self.in_features * self.out_features * self.bits
