@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -58,6 +59,25 @@ def _run(settings: ConvertSettings, as_json: bool) -> None:
         return
     for title, columns, rows in report.tables():
         console.print_table(title, columns, rows)
+
+
+@convert.command("batch")
+def batch(
+    jobs: Annotated[Path, typer.Argument(metavar="JOBS.toml", help="Conversions, one `[[job]]` each.")],
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
+) -> None:
+    """Run many conversions, go on past one that fails, and end with a table of what each result costs and loses."""
+    from quantkit import console
+    from quantkit.commands.convert_batch import run_batch
+
+    report = run_batch(jobs, console.Bars())
+    if json:
+        console.print_json(report.as_json())
+    else:
+        for title, columns, rows in report.tables():
+            console.print_table(title, columns, rows)
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
 
 
 for _route in ROUTES:

@@ -259,7 +259,6 @@ def test_a_full_disk_leaves_nothing(route: str, tmp_path: Path, monkeypatch) -> 
 
 def test_one_linear_in_memory_at_a_time(tmp_path: Path, monkeypatch) -> None:
     """Reading the next linear begins when nothing of the last one is held any more."""
-    import gc
     import weakref
 
     from quantkit.checkpoint.reader import Checkpoint
@@ -269,7 +268,6 @@ def test_one_linear_in_memory_at_a_time(tmp_path: Path, monkeypatch) -> None:
     most = []
 
     def counts(self, name):
-        gc.collect()
         most.append(sum(held() is not None for held in alive))
         tensor = read(self, name)
         alive.append(weakref.ref(tensor))
