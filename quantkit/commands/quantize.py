@@ -198,7 +198,7 @@ def _pass_through(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt) 
     checkpoint = job.subject.checkpoint
     replaced = {name for linear in job.plan.quantized for name in checkpoint.tensors_of(linear.name)}
     if job.plan.head is not None or job.subject.config.tie_embeddings:
-        replaced.add(f"{HEAD}.weight")
+        replaced.update(name for name in checkpoint.names() if name.startswith(f"{HEAD}."))  # it may be quantized
     for name in checkpoint.names():
         if name not in replaced:
             _add(writer, receipt, name, checkpoint.tensor(name))
