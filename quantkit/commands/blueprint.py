@@ -46,7 +46,7 @@ def open_blueprint(path: Path) -> Blueprint:
 def has_weights(path: Path) -> bool:
     """Whether a local folder has anything that may be weights; a config on its own is a blueprint."""
     if not path.is_dir():
-        return not path.is_file()
+        return path.suffix != ".json"
     return any(file.suffix in (".safetensors", ".bin", ".pt", ".gguf") for file in path.iterdir()) or any(
         path.glob("*.index.json")
     )
