@@ -50,15 +50,19 @@ class ReadyStage:
     routed: int | None = None
 
 
-def ready_head(head: Head, stream: ActivationStream, dtype: torch.dtype = torch.float32) -> ReadyStage:
-    """The output linear, with the states behind the last block as its input."""
+def ready_head(
+    head: Head, stream: ActivationStream, groups: Tensor | None, dtype: torch.dtype = torch.float32
+) -> ReadyStage:
+    """The output linear, with the states behind the last block as its input; `groups` as for `ready_stages`."""
     linear, tokens = head.linear, 0
     hessian = Hessian(linear.in_features, linear.name, token_share=TOKEN_SHARE, device=linear.device, dtype=dtype)
     for hidden in stream.batches():
         rows = head.norm(hidden.to(linear.device)).flatten(0, 1)
         hessian.add(rows)
         tokens += len(rows)
-    return ReadyStage((linear.name,), factor(hessian.finish(), name=linear.name), tokens)
+    total = hessian.finish()
+    order = None if groups is None else grouped(total, groups)
+    return ReadyStage((linear.name,), factor(total, order, name=linear.name), tokens)
 
 
 def ready_stages(
@@ -67,12 +71,15 @@ def ready_stages(
     rotary: Rotary,
     names: Container[str],
     sensitivity: Sensitivity | None = None,
+    groups: Mapping[str, Tensor] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     route_all: bool = False,
 ) -> Iterator[ReadyStage]:
-    """The stages of `block`, only linears among `names` in them, each with the factor of its Hessian.
+    """The stages of `block`, only linears among `names` in them, each with the factor of its Hessian. Linears that need
+    another order than others of their stage come by themselves.
 
+    groups     the rows of a linear that are to be solved together, int64 [in]: the group of each
     dtype      of the Hessians
     route_all  every expert's Hessian is made of all tokens of the block, however many the router sends to it
     """
@@ -92,13 +99,15 @@ def ready_stages(
                 else:
                     yield ReadyStage(stage.linears, None, 0, _few(routed, "rounded to nearest"), routed)
                 continue
-            found = _factor(seen.hessian, stage, linears)
-            unknown = sensitivity is not None and stage.name not in sensitivity.stages
-            yield ReadyStage(stage.linears, found, seen.tokens, UNKNOWN if found and unknown else None, routed)
+            unknown = sensitivity is not None and stage.name not in sensitivity.stages and seen.hessian is not None
+            reason = UNKNOWN if unknown else None
+            for own, found in _factored(seen.hessian, stage, linears, groups or {}):
+                yield ReadyStage(own, found, seen.tokens, reason, routed)
     for stage, seen in _reached(block, list(all_tokens), stream, rotary, dtype):
         routed = all_tokens[stage]
         reason = None if route_all else _few(routed, "solved with all tokens of its block")
-        yield ReadyStage(stage.linears, _factor(seen.hessian, stage, linears), seen.tokens, reason, routed)
+        for own, found in _factored(seen.hessian, stage, linears, groups or {}):
+            yield ReadyStage(own, found, seen.tokens, reason, routed)
 
 
 def chosen_stages(block: Block, names: Container[str]) -> list[Stage]:
@@ -119,10 +128,21 @@ def _few(routed: int, instead: str) -> str:
     return f"only {routed} calibration tokens reached this expert: {instead}"
 
 
-def _factor(hessian: Tensor | None, stage: Stage, linears: Mapping[str, Linear]) -> Factor | None:
+def _factored(
+    hessian: Tensor | None, stage: Stage, linears: Mapping[str, Linear], groups: Mapping[str, Tensor]
+) -> Iterator[tuple[tuple[str, ...], Factor | None]]:
+    """The linears of a stage that are rounded in one order, with the factor for it."""
     if hessian is None:
-        return None
-    return factor(hessian, _order(hessian, stage, linears), name=stage.linears[0])
+        yield stage.linears, None
+        return
+    rest = [name for name in stage.linears if name not in groups]
+    if rest:
+        yield tuple(rest), factor(hessian, _order(hessian, [linears[name] for name in rest]), name=rest[0])
+    left = [name for name in stage.linears if name in groups]
+    while left:
+        own = [name for name in left if torch.equal(groups[name], groups[left[0]])]
+        yield tuple(own), factor(hessian, grouped(hessian, groups[own[0]]), name=own[0])
+        left = [name for name in left if name not in own]
 
 
 def _reached(
@@ -145,9 +165,9 @@ def _reached(
                 yield one, seen
 
 
-def _order(hessian: Tensor, stage: Stage, linears: Mapping[str, Linear]) -> Tensor | None:
-    """The processing order where all linears of a stage were quantized before, in the same groups; else None."""
-    groups = [linears[name].stored.row_groups for name in stage.linears]
+def _order(hessian: Tensor, linears: Sequence[Linear]) -> Tensor | None:
+    """The processing order where all these linears were quantized before, in the same groups; else None."""
+    groups = [linear.stored.row_groups for linear in linears]
     first = groups[0]
     if first is None or not all(own is not None and torch.equal(own, first) for own in groups):
         return None

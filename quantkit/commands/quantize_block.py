@@ -47,7 +47,12 @@ def solve_block(
 
     Raises CalibrationError for inputs that are not finite, FormatError for weights that the codec cannot hold.
     """
-    stages = ready_stages(block, stream, rotary, codecs, sensitivity, dtype=hessian_dtype, route_all=route_all)
+    groups = {
+        name: whole
+        for name, linear in block.linears.items()
+        if name in codecs and (whole := codecs[name].whole_groups(linear.in_features)) is not None
+    }
+    stages = ready_stages(block, stream, rotary, codecs, sensitivity, groups, dtype=hessian_dtype, route_all=route_all)
     for ready in stages:
         yield from solve_stage(block.linears, ready, codecs)
 
@@ -68,7 +73,10 @@ def solve_head(
     """Solve the output linear for the states behind the last block; without them round it to nearest. Raises as
     `solve_block` does."""
     linear = head.linear
-    ready = ReadyStage((linear.name,), None, 0) if stream is None else ready_head(head, stream, hessian_dtype)
+    if stream is None:
+        ready = ReadyStage((linear.name,), None, 0)
+    else:
+        ready = ready_head(head, stream, codecs[linear.name].whole_groups(linear.in_features), hessian_dtype)
     (solved,) = solve_stage({linear.name: linear}, ready, codecs)
     return solved
 

@@ -62,8 +62,9 @@ class GptqRecipe:
         return self.base.name
 
     def settings(self) -> dict[str, Any]:
+        of_base = ("bits", "group_size", "sym", "act_order", "group_aware", "checkpoint_format")
         return {
-            **{key: getattr(self.base, key) for key in ("bits", "group_size", "sym", "act_order", "checkpoint_format")},
+            **{key: getattr(self.base, key) for key in of_base},
             "rule": [rule.option for rule in self.rules if rule.changes is not None],
             "skip": [rule.option for rule in self.rules if rule.changes is None],
             "lm_head": self.lm_head,

@@ -141,6 +141,10 @@ class Codec(Protocol):
     def act_order(self) -> bool:
         """Whether a group may hold scattered rows: the solver then forms groups in the order it rounds rows."""
 
+    def whole_groups(self, in_features: int) -> Tensor | None:
+        """int64 [in]: the group of each row, where groups are to be solved whole, one after another, so that a grid can
+        be fitted when its group is reached. None where rows may be rounded in any order."""
+
     def refusal(self, in_features: int, out_features: int) -> str | None:
         """Why a weight of this shape cannot be held, in words for people; None when it can."""
 

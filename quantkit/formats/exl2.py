@@ -195,6 +195,9 @@ class Exl2Codec:
     def act_order(self) -> bool:
         return True
 
+    def whole_groups(self, in_features: int) -> Tensor | None:
+        return None
+
     def refusal(self, in_features: int, out_features: int) -> str | None:
         if not isinstance(self.mix, Layout):
             return exl2_layout.shape_refusal(in_features, self.mix[-1].bits)

@@ -128,13 +128,18 @@ class GptqTensor(StoredTensor):
 @dataclass(frozen=True, slots=True)
 class GptqCodec:
     """Writes GPTQ. `checkpoint_format` None: `gptq` (v1, read by all) when symmetric; `gptq_v2` when not, as a v1
-    file cannot hold a zero point of 0 and GPTQModel refuses asymmetric v1 files that others wrote."""
+    file cannot hold a zero point of 0 and GPTQModel refuses asymmetric v1 files that others wrote.
+
+    Without `act_order` groups are of consecutive rows. Their grids are fitted before any row is rounded; with
+    `group_aware` each when its group is reached, groups being solved whole. The file looks the same.
+    """
 
     bits: int = 4
     group_size: int = 128
     sym: bool = True
     act_order: bool = False
     checkpoint_format: str | None = None
+    group_aware: bool = False
 
     def __post_init__(self) -> None:
         if self.checkpoint_format is None:
@@ -162,6 +167,11 @@ class GptqCodec:
 
     def refusal(self, in_features: int, out_features: int) -> str | None:
         return _refusal(in_features, out_features)
+
+    def whole_groups(self, in_features: int) -> Tensor | None:
+        if not self.group_aware or self.act_order or not 0 < self.group_size < in_features:
+            return None
+        return torch.arange(in_features) // self.group_size
 
     def layout(self, in_features: int) -> Layout:
         return Layout.uniform(in_features, self.bits, self.group_size)

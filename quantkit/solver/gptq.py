@@ -44,14 +44,17 @@ def solve_together(weights: Sequence[Tensor], factor: Factor | None, codec: Code
     Rows are processed in the order of the factor. A codec without act-order keeps groups of consecutive features, and
     their grids are fitted beforehand to the weights as they are. With act-order a group is a run of rows in
     processing order, and its grid is fitted when its first row is reached, to the rows as they stand by then: moved
-    to make up for the errors of all rows before; groups may then differ in width. In the choice of a grid a row weighs
-    as much as its pivot.
+    to make up for the errors of all rows before; groups may then differ in width. So it is for a codec with
+    `whole_groups`, whose groups the order has to keep together. In the choice of a grid a row weighs as much as its
+    pivot.
     """
     if factor is None:
         return [_round_to_nearest(weight, codec) for weight in weights]
     rounding = _Rounding(weights, factor)
     layout = codec.layout(len(factor.order))
-    if codec.act_order:
+    whole = codec.whole_groups(len(factor.order))
+    if codec.act_order or whole is not None:
+        assert whole is None or _keeps_together(factor.order, whole, layout), "order the rows with `grouped`"
         grids = _round_act_order(rounding, codec, layout)
         order, q = factor.order, rounding.q
     else:
@@ -67,6 +70,10 @@ def solve_together(weights: Sequence[Tensor], factor: Factor | None, codec: Code
         )
         for columns, own in zip(rounding.columns, zip(*grids, strict=True), strict=True)
     ]
+
+
+def _keeps_together(order: Tensor, groups: Tensor, layout: Layout) -> bool:
+    return all(len(torch.unique(groups[order[start:end]])) == 1 for _, start, end in layout.spans())
 
 
 class _Rounding:

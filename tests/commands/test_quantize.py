@@ -218,6 +218,29 @@ def test_hessians_in_several_passes_change_nothing(tmp_path: Path, monkeypatch) 
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "many")
 
 
+@pytest.mark.parametrize("rules", [(), (".*q_proj:group_size=64", ".*up_proj:act_order=true")])
+def test_groups_solved_one_by_one_make_the_same_kind_of_file(rules: tuple[str, ...], model: Path, tmp_path: Path) -> None:
+    static = quantize(model, tmp_path / "static", rule=rules)
+    aware = quantize(model, tmp_path / "aware", rule=rules, group_aware=True, lm_head=True)
+    assert weights(tmp_path / "static").keys() - {"lm_head.weight"} < weights(tmp_path / "aware").keys()
+    config = json.loads((tmp_path / "aware" / "config.json").read_text())["quantization_config"]
+    assert not config["desc_act"]
+    for name, g_idx in weights(tmp_path / "aware").items():
+        if name.endswith("g_idx") and "up_proj" not in name:
+            rows = 64 if "q_proj" in name and rules else 32
+            assert torch.equal(g_idx, torch.arange(len(g_idx), dtype=torch.int32) // rows), name
+    assert aware.plan.linears == static.plan.linears
+    errors = {linear.name: linear.error for linear in static.linears}
+    assert any(linear.error != errors.get(linear.name) for linear in aware.linears)
+    assert all(linear.error < 2 * errors.get(linear.name, 1) for linear in aware.linears)
+    assert quantkit.load(tmp_path / "aware")(IDS).isfinite().all()
+
+
+def test_groups_have_one_order(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="two ways to form groups"):
+        quantize(model, tmp_path / "out", act_order=True, group_aware=True)
+
+
 # Experts
 
 

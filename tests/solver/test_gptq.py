@@ -11,7 +11,7 @@ from quantkit.formats.exl2 import Exl2Codec, Width
 from quantkit.formats.gptq import GptqCodec
 from quantkit.solver import gptq
 from quantkit.solver.gptq import solve, solve_together
-from quantkit.solver.inverse import Factor, factor
+from quantkit.solver.inverse import Factor, factor, grouped
 
 
 def _problem(features: int, out: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,8 @@ def _textbook(weight: torch.Tensor, hessian: torch.Tensor, factor: Factor, codec
     group_of_row = [number for number, group in enumerate(layout.groups) for _ in range(group.rows)]
     place = torch.argsort(order)
     grids: dict[int, Grid] = {}
-    if not codec.act_order:
+    runs = codec.act_order or codec.whole_groups(features) is not None
+    if not runs:
         group_of_row = [group_of_row[feature] for feature in order.tolist()]
         for number, (group, start, end) in enumerate(layout.spans()):
             grids[number] = codec.fit(weight[start:end], group.bits, pivots[place[start:end]])
@@ -53,9 +54,14 @@ def _textbook(weight: torch.Tensor, hessian: torch.Tensor, factor: Factor, codec
         error = (rows[row] - rounded) / upper[row, row]
         rows[row + 1 :] -= torch.outer(upper[row, row + 1 :], error)
     in_order = tuple(grids[number] for number in range(len(layout.groups)))
-    if codec.act_order:
+    if runs:
         return Codes(codes, in_order, layout, order)
     return Codes(codes[place], in_order, layout, torch.arange(features))
+
+
+def _factored(hessian: torch.Tensor, codec: Codec) -> Factor:
+    whole = codec.whole_groups(len(hessian))
+    return factor(hessian, None if whole is None else grouped(hessian, whole))
 
 
 def _weighted_error(weight: torch.Tensor, codes: Codes, hessian: torch.Tensor) -> float:
@@ -72,6 +78,8 @@ CODECS = [
     GptqCodec(8, -1),
     GptqCodec(4, -1, act_order=True),
     GptqCodec(4, 256, act_order=True),
+    GptqCodec(4, 64, group_aware=True),
+    GptqCodec(2, 96, sym=False, group_aware=True),
 ]
 
 
@@ -84,7 +92,7 @@ MIXED = [
 
 def _named(codec: Codec) -> str:
     if isinstance(codec, GptqCodec):
-        return f"{codec.bits}-{codec.group_size}-{codec.sym}-{codec.act_order}"
+        return f"{codec.bits}-{codec.group_size}-{codec.sym}-{codec.act_order}-{codec.group_aware}"
     return "exl2-" + "".join(str(width.bits) for width in codec.mix)
 
 
@@ -92,7 +100,7 @@ def _named(codec: Codec) -> str:
 @pytest.mark.parametrize("codec", [*CODECS, *MIXED], ids=_named)
 def test_the_codes_are_the_textbooks(codec: Codec, features: int) -> None:
     weight, hessian = _problem(features, 48)
-    factored = factor(hessian)
+    factored = _factored(hessian, codec)
     solution = solve(weight, factored, codec)
     expected = _textbook(weight, hessian, factored, codec)
     assert torch.equal(solution.codes.q, expected.q)
@@ -105,7 +113,7 @@ def test_the_codes_are_the_textbooks(codec: Codec, features: int) -> None:
 @pytest.mark.parametrize("codec", [*CODECS, *MIXED], ids=_named)
 def test_the_error_is_that_of_the_codes_and_below_nearest_rounding(codec: Codec) -> None:
     weight, hessian = _problem(192, 32, seed=3)
-    solution = solve(weight, factor(hessian), codec)
+    solution = solve(weight, _factored(hessian, codec), codec)
     assert solution.error == pytest.approx(_weighted_error(weight, solution.codes, hessian), rel=1e-3)
     assert solution.error < 0.6 * _weighted_error(weight, solve(weight, None, codec).codes, hessian)
 
