@@ -15,7 +15,6 @@ class QuantizeSettings:
     group_size: int = 128
     sym: bool = True
     act_order: bool = False
-    group_aware: bool = False
     checkpoint_format: str | None = None
     rule: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
@@ -38,6 +37,8 @@ class QuantizeSettings:
     include_head: bool = False
     measurement: Path | None = None
     plan: Path | None = None
+    job: Path | None = None
+    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ class MeasureSettings:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    overwrite: bool = False
+    job: Path | None = None
+    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from quantkit.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 # Where quantizers put their settings, beside or instead of `quantization_config` in config.json.
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+# What a result of this program says of itself: of that folder alone, so it does not go along.
+RESULT_FILE = "quantkit.json"
 NUMBERED = re.compile(r"(model|output)-([0-9]+)-of-([0-9]+)\.safetensors")
 MAX_CONFIG_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 16 * 2**20
@@ -122,7 +124,7 @@ def side_files(folder: Path) -> list[Path]:
 
 def is_side_file(name: str) -> bool:
     """Whether a file of this name goes along when a model is written anew: neither weights nor what describes them."""
-    rewritten = name == "config.json" or name in QUANTIZATION_FILES or name.endswith(".index.json")
+    rewritten = name in ("config.json", RESULT_FILE, *QUANTIZATION_FILES) or name.endswith(".index.json")
     return not (rewritten or name.startswith(".") or name.lower().endswith(WEIGHT_ENDINGS))
 
 
@@ -132,8 +134,6 @@ def is_pickle(name: str) -> bool:
 
 
 def _read_weight_map(folder: Path) -> dict[str, Path]:
-    path = folder / INDEX
-    require([path], "found in the folder")
     said = read_index(folder)
     places = {file: shard_place(folder, file) for file in set(said.values())}
     return {tensor: places[file] for tensor, file in said.items()}
@@ -141,6 +141,8 @@ def _read_weight_map(folder: Path) -> dict[str, Path]:
 
 def read_index(folder: Path) -> dict[str, str]:
     """Tensor → file, as the index has it. Raises CheckpointError where it names none."""
+    path = folder / INDEX
+    require([path], "found in the folder")
     said = read_json(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(said, dict) or not all(isinstance(file, str) for file in said.values()):
         raise CheckpointError(f"`{path}` has no `weight_map` from tensor names to files", hint="fetch it again")

@@ -22,6 +22,13 @@ def measure(
     seed: Annotated[int, typer.Option("--seed", help="Chooses the rows, and draws labels for gradients.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that another command made.")] = False,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="Folder for what is finished until all is; OUT.job if not given.")
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Forget what is finished, the result too, and begin again.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Measure what each EXL2 layout of each linear of MODEL would cost in bits and do in damage."""
@@ -34,6 +41,9 @@ def measure(
         seed=seed,
         device=device,
         dtype=dtype,
+        overwrite=overwrite,
+        job=job,
+        restart=restart,
     )
     from quantkit import console
     from quantkit.commands.measure import run

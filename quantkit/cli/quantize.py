@@ -24,13 +24,6 @@ def quantize(
     act_order: Annotated[
         bool, typer.Option("--act-order", help="GPTQ: groups of inputs alike in activation: better, slower to run.")
     ] = False,
-    group_aware: Annotated[
-        bool,
-        typer.Option(
-            "--group-aware",
-            help="GPTQ: choose the scales of a group when it is reached, not before; groups are solved one by one.",
-        ),
-    ] = False,
     checkpoint_format: Annotated[
         str | None,
         typer.Option(
@@ -105,7 +98,15 @@ def quantize(
     seed: Annotated[int, typer.Option("--seed", help="Chooses the rows; the same seed gives the same bytes.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output folder when done.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an output folder that another command made, when done.")
+    ] = False,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="Folder for what is finished until all is; OUT.job if not given.")
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Forget what is finished, the result too, and begin again.")
+    ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail when a linear would stay dense or end in a short group.")
     ] = False,
@@ -122,7 +123,6 @@ def quantize(
         group_size=group_size,
         sym=sym,
         act_order=act_order,
-        group_aware=group_aware,
         checkpoint_format=checkpoint_format,
         rule=tuple(rule or ()),
         skip=tuple(skip or ()),
@@ -145,6 +145,8 @@ def quantize(
         overwrite=overwrite,
         strict=strict,
         evaluate=not no_eval,
+        job=job,
+        restart=restart,
     )
     from quantkit import console
 

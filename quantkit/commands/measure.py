@@ -6,8 +6,9 @@ gradients at the outputs, and errors of different outputs and tokens taken as in
 nats of KL, the Fisher form ½ tr(G ΔWᵀ H ΔW).
 """
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,29 @@ from torch import Tensor
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands.block_hessians import ReadyStage, ready_stages
-from quantkit.commands.embedded import embedded
+from quantkit.commands.block_walk import BlockWalk
 from quantkit.commands.measure_outline import outline, subject_layouts
 from quantkit.commands.quantize_block import naming
 from quantkit.commands.quantize_job import Subject, choose_placement, open_subject, require_finite
-from quantkit.commands.sensitivity import run_backward
+from quantkit.commands.resumption import facts_of, job_place
+from quantkit.commands.sensitivity import RunBackward, run_backward
+from quantkit.errors import PlanError
 from quantkit.formats import exl2_layout
 from quantkit.formats.codec import Layout
 from quantkit.formats.exl2 import Exl2Codec
-from quantkit.measurement import Candidate, MeasuredLinear, Measurement, damage_near, require_place
+from quantkit.job.identity import identify, remembered
+from quantkit.job.job import Facts, Job, differing
+from quantkit.measurement import (
+    KIND,
+    VERSION,
+    Candidate,
+    MeasuredLinear,
+    Measurement,
+    damage_near,
+    load_json,
+    require_place,
+    save_json,
+)
 from quantkit.models.architecture import LinearSpec
 from quantkit.models.linear import Linear
 from quantkit.models.transformer import Rotary, load_block
@@ -38,10 +53,11 @@ from quantkit.solver.gptq import solve_together
 
 @dataclass(frozen=True, slots=True)
 class MeasureReport:
-    """What was measured and where it was written."""
+    """What was measured and where it was written; or that the same command had done so before."""
 
     out: Path
     measurement: Measurement
+    finished_before: bool = False
 
     def kind_rows(self) -> list[list[str]]:
         """Each kind of linear: the damage of all of them at a few of the layouts. None where linears were measured
@@ -79,6 +95,7 @@ class MeasureReport:
             ["linears", f"{len(linears) - len(dense)} measured, {len(dense)} that EXL2 cannot hold"],
             ["calibration", f"{text['source']}{tokens}"],
             ["model", self.measurement.model[:12]],
+            *([["finished before", "by this command: nothing to do"]] if self.finished_before else []),
         ]
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -94,7 +111,7 @@ class MeasureReport:
         return [(title, names, rows) for title, names, rows in tables if rows]
 
     def as_json(self) -> dict[str, Any]:
-        return {"out": str(self.out), **self.measurement.as_json()}
+        return {"out": str(self.out), "finished_before": self.finished_before, **self.measurement.as_json()}
 
 
 CHECK_COLUMNS = ["one block quantized", "bits/weight", "tokens", "predicted", "seen", "ratio"]
@@ -109,30 +126,65 @@ def measure(model: str | Path, out: str | Path, *, progress: Progress | None = N
     return run(MeasureSettings(str(model), Path(out), **options), progress or Tqdm())
 
 
-def run(settings: MeasureSettings, progress: Progress, source: Checkpoint | None = None) -> MeasureReport:
-    """Measure. Raises an error of the tree for anything that cannot be done; then no file is left behind.
+def run(
+    settings: MeasureSettings,
+    progress: Progress,
+    source: Checkpoint | None = None,
+    backward: RunBackward = run_backward,
+) -> MeasureReport:
+    """Measure. Raises an error of the tree for anything that cannot be done; then no file is left behind, but the
+    folder of the job with what is finished.
 
-    `source` is what is read in place of `settings.model`: a quantized model, decoded.
+    `source` is what is read in place of `settings.model`: a quantized model, decoded. `backward` finds the gradients.
     """
     placement = choose_placement(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model) if source is None else source
     require_place(settings.out)
-    subject = open_subject(checkpoint, settings, placement)
-    require_finite(checkpoint, progress)
-    folder = settings.out.absolute().with_name(f".{settings.out.name}.activations")
-    squares = run_backward(subject, folder, settings.seed, progress).found.outputs
-    measurement = measure_model(subject, folder, squares, settings.calibration, settings.seed, progress)
-    measurement.save(settings.out)
+    place = Path(os.path.realpath(settings.out))
+    with Job(job_place(settings.job, place, checkpoint.path)) as kept:
+        subject = open_subject(checkpoint, settings, placement)
+        model = identify(checkpoint, kept.hints.get("model"))
+        facts = facts_of("measure", settings, subject, model)
+        if place.exists():
+            found = _finished_before(place, facts, overwrite=settings.overwrite or settings.restart)
+            if found is not None and not settings.restart:
+                if kept.facts == facts:
+                    kept.complete()
+                return MeasureReport(settings.out, found, finished_before=True)
+        kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
+        require_finite(checkpoint, progress)
+        squares = backward(subject, kept, settings.seed, progress).found.outputs
+        measurement = measure_model(subject, kept, squares, settings.calibration, settings.seed, progress)
+        save_json(place, {**measurement.as_json(), "made_with": dict(facts)})
+        kept.complete()
     return MeasureReport(settings.out, measurement)
+
+
+def _finished_before(file: Path, facts: Facts, *, overwrite: bool) -> Measurement | None:
+    """The measurement in a file if it is that of these facts; None if it may be replaced. Raises PlanError for another
+    file, or one that is no measurement, that must not be."""
+    try:
+        measurement = Measurement.load(file)
+        differences = differing(load_json(file, KIND, VERSION, "quantkit measure").get("made_with", {}), facts)
+    except PlanError as error:
+        differences = [error.message]
+    if not differences:
+        return measurement
+    if overwrite:
+        return None
+    raise PlanError(
+        f"`{file}` is another file: {'; '.join(differences)}",
+        hint="use `--overwrite` to replace it, or choose another name with `-o`",
+    )
 
 
 @torch.inference_mode()
 def measure_model(
-    subject: Subject, folder: Path, squares: Mapping[str, Tensor], source: str, seed: int, progress: Progress
+    subject: Subject, job: Job, squares: Mapping[str, Tensor], source: str, seed: int, progress: Progress
 ) -> Measurement:
     """Every linear of the blocks in every candidate layout.
 
-    folder   of the caller's own, for hidden states that are too many for the memory
+    job      keeps what is measured, one step for each block; those that it has are not measured again
     squares  of the gradients at the outputs of each linear, by `calibration.sensitivity`
     source, seed  where the rows of text come from, to be noted
 
@@ -146,21 +198,33 @@ def measure_model(
     squares = _with_unreached(squares, subject)
     device, dtype = subject.placement.device, subject.placement.dtype
     rotary = Rotary.at(subject.config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
-    with embedded(subject, folder) as stream, progress.task("measure", total=len(wanted)) as task:
-        for index in range(subject.config.num_layers):
+    walk = BlockWalk(subject, job, "measure")
+    for index in range(walk.done):
+        found |= _read(job.value(walk.step(index)), specs)
+    with progress.task("measure", total=len(wanted)) as task:
+        if walk.done:
+            task.advance(len(wanted & found.keys()), note="done before")
+        stream = walk.open() if walk.done < subject.config.num_layers else None
+        for index in range(walk.done, subject.config.num_layers):
+            assert stream is not None
             block = load_block(subject.checkpoint, subject.config, subject.architecture, index, dtype, device)
+            own: dict[str, MeasuredLinear] = {}
             for ready in ready_stages(block, stream, rotary, wanted):
                 for name, candidates in _measure_stage(block.linears, ready, specs, layouts, squares).items():
                     spec = specs[name]
-                    found[name] = MeasuredLinear(name, spec.in_features, spec.out_features, candidates)
+                    own[name] = MeasuredLinear(name, spec.in_features, spec.out_features, candidates)
                     task.advance(note=f"block {index}, {kind_of(name)}")
-            if index + 1 == subject.config.num_layers:
-                break
+            seal = None
+            if index + 1 < subject.config.num_layers:
 
-            def run_block(hidden: Tensor) -> Tensor:
-                return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next block is read
+                def run_block(hidden: Tensor) -> Tensor:
+                    return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next block is read
 
-            stream.advance(run_block, f"block {index}")
+                stream, seal = walk.follow(stream, run_block, index)
+            with job.step(walk.step(index)) as step:
+                step.finish({"linears": _written(own), "states": seal})
+            walk.leave(index)
+            found |= own
     rows, length = subject.rows.shape
     digest = sha256(subject.rows.contiguous().numpy().tobytes()).hexdigest()
     calibration = {"source": source, "rows": rows, "length": length, "seed": seed, "tokens": digest}
@@ -170,6 +234,23 @@ def measure_model(
         calibration=calibration,
         linears=tuple(found[name] for name in specs),
     )
+
+
+def _written(linears: Mapping[str, MeasuredLinear]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [asdict(candidate) for candidate in linear.candidates] for name, linear in linears.items()}
+
+
+def _read(value: Mapping[str, Any], specs: Mapping[str, LinearSpec]) -> dict[str, MeasuredLinear]:
+    """What `_written` wrote."""
+    return {
+        name: MeasuredLinear(
+            name,
+            specs[name].in_features,
+            specs[name].out_features,
+            tuple(Candidate(**candidate) for candidate in candidates),
+        )
+        for name, candidates in value["linears"].items()
+    }
 
 
 def _with_unreached(found: Mapping[str, Tensor], subject: Subject) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ compared with what was solved before it takes its place, and measured against th
 
 import re
 import time
-from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.sensitivity import Sensitivity
+from quantkit.checkpoint.folder import RESULT_FILE
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.effort import choose_effort, choose_hessian_dtype
-from quantkit.commands.embedded import embedded
-from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
 from quantkit.commands.quantize_exl2 import check_format, choose_recipe
 from quantkit.commands.quantize_job import (
     QuantizeJob,
@@ -33,14 +30,22 @@ from quantkit.commands.quantize_job import (
     require_finite,
     stored_bits,
 )
-from quantkit.commands.quantize_report import Calibration, Cost, Damage, Gradients, LinearResult, QuantizeReport
-from quantkit.commands.sensitivity import run_backward
+from quantkit.commands.quantize_report import Calibration, Cost, Damage, Gradients, QuantizeReport
+from quantkit.commands.quantize_steps import put_together, solve_steps, solved_blocks
+from quantkit.commands.resumption import (
+    Finished,
+    facts_of,
+    finished_before,
+    job_place,
+    read_result,
+    result_document,
+)
+from quantkit.commands.sensitivity import RunBackward, run_backward
 from quantkit.errors import CheckpointError, GateError, RequestError
 from quantkit.evaluators import divergence
-from quantkit.formats.dense import DenseTensor
-from quantkit.models.architecture import EMBEDDING, HEAD
-from quantkit.models.transformer import Model, Rotary, load_block, load_head
-from quantkit.plan import kind_of
+from quantkit.job.identity import identify, remembered
+from quantkit.job.job import Facts, Job
+from quantkit.models.transformer import Model
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.generator import Generator, Request
 from quantkit.runtime.load import load
@@ -51,7 +56,9 @@ EVALUATION_WINDOWS, EVALUATION_LENGTH = 8, 512
 SAMPLE_PROMPT, SAMPLE_TOKENS = "What is gravity? Answer in two sentences.", 64
 
 
-def quantize(model: str | Path, out: str | Path, *, progress: Progress | None = None, **options: Any) -> QuantizeReport:
+def quantize(
+    model: str | Path, out: str | Path, *, progress: Progress | None = None, **options: Any
+) -> QuantizeReport | Finished:
     """Quantize `model` into the folder `out`. Options are the fields of `quantkit.settings.QuantizeSettings`.
 
     report = quantkit.quantize("models/llama", "models/llama-gptq", bits=4, group_size=64)
@@ -59,10 +66,16 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress | None = 
     return run(QuantizeSettings(str(model), Path(out), **options), progress or Tqdm())
 
 
-def run(settings: QuantizeSettings, progress: Progress, source: Checkpoint | None = None) -> QuantizeReport:
-    """Quantize. Raises an error of the tree for anything that cannot be done; then no folder is left behind.
+def run(
+    settings: QuantizeSettings,
+    progress: Progress,
+    source: Checkpoint | None = None,
+    backward: RunBackward = run_backward,
+) -> QuantizeReport | Finished:
+    """Quantize. Raises an error of the tree for anything that cannot be done; then no folder is left behind but that of
+    the job, with what is finished.
 
-    `source` is what is read in place of `settings.model`: a quantized model, decoded.
+    `source` is what is read in place of `settings.model`: a quantized model, decoded. `backward` finds the gradients.
     Only a GateError of the measurement at the end comes when the result is complete; it stays.
     """
     start = time.monotonic(), time.process_time()
@@ -71,12 +84,25 @@ def run(settings: QuantizeSettings, progress: Progress, source: Checkpoint | Non
     hessian_dtype = choose_hessian_dtype(settings.hessian_dtype)
     placement = choose_placement(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model) if source is None else source
-    with CheckpointWriter(settings.out, source=checkpoint.path, overwrite=settings.overwrite) as writer:
+    made = read_result(settings.out)
+    overwrite = settings.overwrite or made is not None
+    with (
+        CheckpointWriter(settings.out, source=checkpoint.path, overwrite=overwrite) as writer,
+        Job(job_place(settings.job, writer.path, checkpoint.path)) as kept,
+    ):
         subject = open_subject(checkpoint, settings if effort.calibrates else None, placement)
         unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
-        folder = writer.path.with_name(f".{writer.path.name}.activations")
-        backward = cache(partial(run_backward, subject, folder, settings.seed, progress))
-        recipe = choose_recipe(settings, subject, folder, backward, progress)
+        model = identify(checkpoint, kept.hints.get("model"))
+        facts = facts_of("quantize", settings, subject, model)
+        if made is not None:
+            found = finished_before(writer.path, made, facts, overwrite=settings.overwrite)
+            if found is not None and not settings.restart:
+                if kept.facts == facts:
+                    kept.complete()
+                return found
+        kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
+        gradients = cache(partial(backward, subject, kept, settings.seed, progress))
+        recipe = choose_recipe(settings, subject, kept, gradients, progress)
         job = prepare(
             subject,
             recipe,
@@ -86,13 +112,13 @@ def run(settings: QuantizeSettings, progress: Progress, source: Checkpoint | Non
             hessian_dtype=hessian_dtype,
             route_all=settings.route_all,
         )
-        _announce(job, progress)
+        _announce(job, kept, progress)
         require_finite(checkpoint, progress)
-        weighed = backward() if effort.weighs else None
-        results, receipt = _quantize(job, writer, folder, weighed.found if weighed else None, progress)
-        job.plan.check_done(result.name for result in results)
-        _pass_through(job, writer, receipt)
-        files = _finish(job, writer, receipt, settings.calibration)
+        weighed = gradients() if effort.weighs else None
+        solve_steps(job, kept, weighed.found if weighed else None, progress)
+        results, receipt = put_together(job, kept, writer)
+        files = _finish(job, writer, receipt, facts, settings.calibration)
+        kept.complete()
     spent = _spent_since(start)
     damage = None if unseen is None else _measure(subject, settings.out, unseen, progress)
     return QuantizeReport(
@@ -119,8 +145,11 @@ def run(settings: QuantizeSettings, progress: Progress, source: Checkpoint | Non
     )
 
 
-def _announce(job: QuantizeJob, progress: Progress) -> None:
+def _announce(job: QuantizeJob, kept: Job, progress: Progress) -> None:
     plan, subject = job.plan, job.subject
+    if kept.finished:
+        done = f"{solved_blocks(kept)} of {subject.config.num_layers} blocks are quantized"
+        progress.say(f"going on with `{kept.path}`: {done}")
     progress.say(
         f"{len(plan.quantized)} linears to {plan.bits_per_weight:.3f} bits per weight, {len(plan.dense)} stay dense"
     )
@@ -132,88 +161,19 @@ def _announce(job: QuantizeJob, progress: Progress) -> None:
     progress.say(f"calibration: {read}")
 
 
-@torch.inference_mode()
-def _quantize(
-    job: QuantizeJob, writer: CheckpointWriter, folder: Path, sensitivity: Sensitivity | None, progress: Progress
-) -> tuple[list[LinearResult], Receipt]:
-    """The loop over blocks. Nothing of a block outlives it but its line of the report and its digests. Without text its
-    linears are rounded to nearest."""
-    results: list[LinearResult] = []
-    receipt = Receipt()
-    subject, codecs = job.subject, job.codecs
-    source, device, dtype = subject.checkpoint, subject.placement.device, subject.placement.dtype
-    rotary = Rotary.at(subject.config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
-    states = embedded(subject, folder) if len(subject.rows) else nullcontext()
-    with states as stream, progress.task("quantize", total=len(job.plan.work)) as task:
-
-        def keep(solved: SolvedLinear, place: str) -> DenseTensor:
-            name, stored = solved.result.name, solved.stored
-            for suffix, tensor in stored.tensors().items():
-                _add(writer, receipt, f"{subject.module_on_disk(name)}.{suffix}", tensor)
-            receipt.add_weight(name, solved.weight)
-            results.append(solved.result)
-            task.advance(note=f"{place}, {kind_of(name)}, error {solved.result.error:.5f}")
-            return DenseTensor(stored.dequantize().T, stored.bias)
-
-        for index in range(subject.config.num_layers):
-            block = load_block(source, subject.config, subject.architecture, index, dtype, device)
-            if stream is None:
-                for solved in round_block(block, codecs):
-                    keep(solved, f"block {index}")
-                continue
-            rounded: dict[str, DenseTensor] = {}
-            solutions = solve_block(
-                block,
-                stream,
-                rotary,
-                codecs,
-                sensitivity,
-                hessian_dtype=job.hessian_dtype,
-                route_all=job.route_all,
-            )
-            for solved in solutions:
-                rounded[solved.result.name] = keep(solved, f"block {index}")
-            if index + 1 == subject.config.num_layers and job.plan.head is None:
-                break
-            for name, linear in block.linears.items():
-                linear.replace(rounded.get(name, linear.stored))
-
-            def run_block(hidden: Tensor) -> Tensor:
-                return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next block is read
-
-            stream.advance(run_block, f"block {index}")
-        if job.plan.head is not None:
-            head = load_head(source, subject.config, subject.architecture, dtype, device)
-            keep(solve_head(head, stream, codecs, hessian_dtype=job.hessian_dtype), "head")
-    return results, receipt
-
-
-def _add(writer: CheckpointWriter, receipt: Receipt, name: str, tensor: Tensor) -> None:
-    writer.add(name, tensor)
-    receipt.add(name, tensor)
-
-
-def _pass_through(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt) -> None:
-    """Every other tensor as it is; a tied head, which some files hold a second time, only once."""
-    checkpoint = job.subject.checkpoint
-    replaced = {name for linear in job.plan.quantized for name in checkpoint.tensors_of(linear.name)}
-    if job.plan.head is not None or job.subject.config.tie_embeddings:
-        replaced.update(name for name in checkpoint.names() if name.startswith(f"{HEAD}."))  # it may be quantized
-    for name in checkpoint.names():
-        if name not in replaced:
-            _add(writer, receipt, name, checkpoint.tensor(name))
-    if job.plan.added_bits and job.plan.head is None:
-        _add(writer, receipt, f"{HEAD}.weight", checkpoint.tensor(f"{EMBEDDING}.weight"))
-
-
-def _finish(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, dataset: str) -> list[Path]:
+def _finish(
+    job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, facts: Facts, dataset: str
+) -> list[Path]:
     checkpoint, (rows, length) = job.subject.checkpoint, job.subject.rows.shape
     quantization = job.recipe.config(job.plan, rows, length, dataset)
     untied = {"tie_word_embeddings": False} if job.plan.added_bits else {}
     return writer.finish(
         {**checkpoint.config, **untied, "quantization_config": quantization},
         checkpoint.side_files(),
-        job.recipe.side_json(quantization),
+        {
+            **job.recipe.side_json(quantization),
+            RESULT_FILE: result_document(facts, receipt, job.plan.bits_per_weight),
+        },
         check=lambda folder: _check(open_checkpoint(folder), job, receipt),
     )
 

@@ -2,7 +2,6 @@
 budget, and where there is no measurement it is made first."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.commands.measure import measure_model
@@ -13,6 +12,7 @@ from quantkit.commands.quantize_rules import Rule, read_rules
 from quantkit.commands.sensitivity import BackwardPass
 from quantkit.errors import UsageError
 from quantkit.formats.gptq import GptqCodec
+from quantkit.job.job import Job
 from quantkit.measurement import Measurement
 from quantkit.mix_plan import MixPlan, plan_mixes, require_head_bits, require_no_dense, require_reachable
 from quantkit.models.architecture import HEAD
@@ -20,7 +20,7 @@ from quantkit.progress import Progress
 from quantkit.settings import QuantizeSettings
 
 GPTQ_OPTIONS = (
-    *("bits", "group_size", "sym", "act_order", "group_aware", "checkpoint_format"),
+    *("bits", "group_size", "sym", "act_order", "checkpoint_format"),
     *("rule", "skip", "lm_head", "untie_head"),
 )
 EXL2_OPTIONS = ("bpw", "head_bits", "include_head", "measurement", "plan")
@@ -32,8 +32,6 @@ def check_format(settings: QuantizeSettings) -> None:
     plain = QuantizeSettings(settings.model, settings.out)
     if settings.format == "gptq":
         _refuse_others(settings, plain, EXL2_OPTIONS, "use `--format exl2` with it")
-        if settings.act_order and settings.group_aware:
-            raise UsageError("`--act-order` and `--group-aware` are two ways to form groups", hint="choose one of them")
         rules = read_rules(settings.rule, settings.skip)
         base = _gptq(settings, rules)
         for rule in rules:
@@ -52,11 +50,11 @@ def check_format(settings: QuantizeSettings) -> None:
 def choose_recipe(
     settings: QuantizeSettings,
     subject: Subject,
-    folder: Path,
+    job: Job,
     run_backward: Callable[[], BackwardPass],
     progress: Progress,
 ) -> Recipe:
-    """`folder` is for hidden states, `run_backward` for gradients, should the model have to be measured.
+    """`job` keeps each measured block, `run_backward` is for gradients, should the model have to be measured.
 
     Raises PlanError for a measurement or a plan of another model, and for a budget out of reach.
     """
@@ -73,7 +71,7 @@ def choose_recipe(
             require_no_dense(expected)
         require_reachable(expected, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head)
         squares = run_backward().found.outputs
-        measurement = measure_model(subject, folder, squares, settings.calibration, settings.seed, progress)
+        measurement = measure_model(subject, job, squares, settings.calibration, settings.seed, progress)
     else:
         measurement = Measurement.load(settings.measurement)
         measurement.require(fingerprint(subject.checkpoint), settings.model)
@@ -103,9 +101,7 @@ def _gptq(settings: QuantizeSettings, rules: Iterable[Rule]) -> GptqCodec:
     """The codec of linears without a rule. One asymmetric linear makes the whole folder `gptq_v2`."""
     sym = settings.sym and all((rule.changes or {}).get("sym", True) for rule in rules)
     written = settings.checkpoint_format or ("gptq" if sym else "gptq_v2")
-    return GptqCodec(
-        settings.bits, settings.group_size, settings.sym, settings.act_order, written, settings.group_aware
-    )
+    return GptqCodec(settings.bits, settings.group_size, settings.sym, settings.act_order, written)
 
 
 def _refuse_others(settings: QuantizeSettings, plain: QuantizeSettings, names: tuple[str, ...], hint: str) -> None:

@@ -10,6 +10,8 @@ from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import measure, quantize
 from quantkit.commands.quantize_exl2 import check_format
 from quantkit.commands.quantize_report import QuantizeReport
+from quantkit.commands.resumption import Finished, read_result
+from quantkit.commands.sensitivity import RunOnce
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.measurement import Measurement
 from quantkit.mix_plan import plan_mixes
@@ -22,7 +24,7 @@ class RatesReport:
     """One report for each rate, in the order asked for, and the measurement they share."""
 
     measurement: Path
-    reports: tuple[QuantizeReport, ...]
+    reports: tuple[QuantizeReport | Finished, ...]
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of each table for people."""
@@ -46,16 +48,21 @@ def run_rates(settings: QuantizeSettings, rates: Sequence[float], progress: Prog
     """Quantize once for each rate, into `OUT-4bpw`, `OUT-5bpw`, …; `settings.bpw` is ignored.
 
     Without a measurement the model is measured into `OUT-measurement.json`, which stays. Every rate is planned and
-    every folder looked at before the first is quantized. Raises as `quantize.run` and `measure.run` do.
+    every folder looked at before the first is quantized. Gradients are found once for all; the text runs through the
+    blocks once for each rate, since what a block reads are the outputs of quantized ones. Raises as `quantize.run` and
+    `measure.run` do.
     """
+    backward = RunOnce()
     if len(set(rates)) < len(rates):
         raise UsageError("`--bpw` names a rate twice", hint="name each rate once")
     wanted = [
-        replace(settings, bpw=rate, out=settings.out.with_name(f"{settings.out.name}-{rate:g}bpw")) for rate in rates
+        replace(settings, bpw=rate, out=out, job=_inside(settings.job, out))
+        for rate in rates
+        for out in [settings.out.with_name(f"{settings.out.name}-{rate:g}bpw")]
     ]
     for one in wanted:
         check_format(one)
-        if one.out.exists() and not one.overwrite:
+        if one.out.exists() and not one.overwrite and read_result(one.out) is None:
             raise CheckpointError(f"`{one.out}` exists", hint="use `--overwrite`, or another `-o`")
     file = settings.measurement
     if file is None:
@@ -69,11 +76,20 @@ def run_rates(settings: QuantizeSettings, rates: Sequence[float], progress: Prog
             seed=settings.seed,
             device=settings.device,
             dtype=settings.dtype,
+            overwrite=settings.overwrite,
+            job=_inside(settings.job, file),
+            restart=settings.restart,
         )
-        measure.run(choice, progress)
+        measure.run(choice, progress, backward=backward)
     measurement = Measurement.load(file)
     measurement.require(fingerprint(open_checkpoint(settings.model)), settings.model)
     for one in wanted:
         assert one.bpw is not None
         plan_mixes(measurement, one.bpw, head_bits=one.head_bits, include_head=one.include_head)
-    return RatesReport(file, tuple(quantize.run(replace(one, measurement=file), progress) for one in wanted))
+    each = (replace(one, measurement=file) for one in wanted)
+    return RatesReport(file, tuple(quantize.run(one, progress, backward=backward) for one in each))
+
+
+def _inside(job: Path | None, out: Path) -> Path | None:
+    """Each result has a job of its own."""
+    return None if job is None else job / f"{out.name}.job"

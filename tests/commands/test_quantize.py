@@ -1,12 +1,8 @@
 """`commands.quantize` on tiny models of every family: what is written, what is said, what fails and how."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit import cli, kernels
+from quantkit import kernels
 from quantkit.calibration import stream
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import block_hessians, quantize_job
@@ -186,21 +182,21 @@ def test_spilled_hidden_states_change_nothing(model: Path, tmp_path: Path, monke
     monkeypatch.setattr(stream._OnDisk, "put", lambda self, *args: (spilled.append(self._folder), put(self, *args)))
     monkeypatch.setattr(quantize_job, "SPILL_BYTES", 0)
     quantize(model, tmp_path / "disk")
-    place = tmp_path / ".disk.activations"
-    assert set(spilled) == {place, *(place / name for name in ("block-0", "block-1", "block-2", "gradients"))}
+    place = tmp_path / "disk.job"
+    backward = {place / "states-gradients" / name for name in ("block-0", "block-1", "block-2", "gradients")}
+    assert set(spilled) == {place / "states-quantize-0", place / "states-quantize-1", *backward}
     assert bytes_of(tmp_path / "memory") == bytes_of(tmp_path / "disk")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "memory"]
 
 
-def test_hidden_states_spill_beside_the_folder_that_a_link_leads_to(model: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(quantize_job, "SPILL_BYTES", 0)
+def test_the_job_is_beside_the_folder_that_a_link_leads_to(model: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there" / "out")
     made: list[Path] = []
     mkdir = Path.mkdir
     monkeypatch.setattr(Path, "mkdir", lambda path, *rest, **more: (made.append(path), mkdir(path, *rest, **more)))
     quantize(model, tmp_path / "link")
-    assert tmp_path / "there" / ".out.activations" in made
+    assert tmp_path / "there" / "out.job" in made
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["out"]
 
 
@@ -340,7 +336,7 @@ def test_a_bias_beyond_float16_is_refused_by_name(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.k_proj.bias"][0] = 1e6
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(FormatError, match=r"`model.layers.0.self_attn.k_proj.bias` has values beyond"):
-        quantize(source, tmp_path / "out")
+        quantize(source, tmp_path / "out", effort="fast")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -352,7 +348,7 @@ def test_weights_beyond_any_float16_scale_are_refused_by_name(tmp_path: Path) ->
     both = r"`model\.layers\.1\.mlp\.gate_proj`, `model\.layers\.1\.mlp\.up_proj`: a group of weights spans"
     with pytest.raises(FormatError, match=both):
         quantize(source, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.job"]
 
 
 # Read back
@@ -369,7 +365,7 @@ def test_a_wrong_packer_is_found_before_the_result_appears(model: Path, tmp_path
 
     monkeypatch.setattr(backend, "pack", flip_two_bits)
     with pytest.raises(GateError, match="does not decode to the weight that was solved"):
-        quantize(model, tmp_path / "out", bits=3)
+        quantize(model, tmp_path / "out", bits=3, effort="fast")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -392,25 +388,15 @@ class Stopping(Silent):
         yield Task()
 
 
-def test_interrupted_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_interrupted_leaves_what_is_finished_and_nothing_else(model: Path, tmp_path: Path) -> None:
+    settings = QuantizeSettings(str(model), tmp_path / "out", group_size=32, samples=4, length=32)
     with pytest.raises(KeyboardInterrupt):
-        run(QuantizeSettings(str(model), tmp_path / "out", group_size=32, samples=4, length=32), Stopping())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_killed_leaves_no_folder_that_looks_finished(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    options = ["--group-size", "32", "--samples", "16", "--no-eval"]
-    command = [sys.executable, "-m", "quantkit", "quantize", str(model), "-o", str(out), *options]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    while not any(tmp_path.glob(".out.partial/shard-*")):
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not out.exists()
-    assert cli.run(command[3:]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        run(settings, Stopping())
+    assert [path.name for path in tmp_path.iterdir()] == ["out.job"]
+    (tmp_path / "fast").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        run(replace(settings, effort="fast", out=tmp_path / "fast" / "out"), Stopping())
+    assert list((tmp_path / "fast").iterdir()) == []
 
 
 # Measured

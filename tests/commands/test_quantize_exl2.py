@@ -254,7 +254,12 @@ def test_several_rates_share_one_measurement(model: Path, tmp_path: Path, capsys
         linear_bits(tmp_path / "out-3bpw"),
         linear_bits(tmp_path / "out-4.5bpw"),
     ]
-    assert cli.run([*options, "--bpw", "3.0,5.0"]) == 10
+    assert cli.run([*options, "--bpw", "3.0,5.0"]) == 0
+    again = json.loads(capsys.readouterr().out)["rates"]
+    assert again[0]["finished_before"] and again[0]["bits_per_weight"] == found["rates"][0]["bits_per_weight"]
+    assert again[1]["bits_per_weight"] == linear_bits(tmp_path / "out-5bpw")
+    (tmp_path / "out-6bpw").mkdir()
+    assert cli.run([*options, "--bpw", "3.0,6.0"]) == 10
     assert cli.run([*options, "--bpw", "4.0,4.0"]) == 2
     assert cli.run([*options, "--bpw", "four"]) == 2
-    assert not (tmp_path / "out-5bpw").exists()
+    assert not (tmp_path / "out-4bpw").exists()

@@ -1,0 +1,169 @@
+"""The work of `quantkit quantize` as steps of a job: one for each block and one for the head, then all of it together.
+
+A step has the tensors of its linears as they go to the disk, the lines of the report and the digests. The result is put
+together from the steps at the end, so that it is the same however often the work was taken up.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.sensitivity import Sensitivity
+from quantkit.calibration.stream import ActivationStream
+from quantkit.checkpoint.receipt import Receipt, digest_of_values
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.commands.block_walk import BlockWalk
+from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
+from quantkit.commands.quantize_job import QuantizeJob, Subject
+from quantkit.commands.quantize_report import LinearResult
+from quantkit.errors import GateError
+from quantkit.formats.dense import DenseTensor
+from quantkit.job.job import Job, Step
+from quantkit.models.architecture import EMBEDDING, HEAD
+from quantkit.models.transformer import Rotary, load_block, load_head
+from quantkit.plan import kind_of
+from quantkit.progress import Progress, Task
+
+WALK, HEAD_STEP = "quantize", "quantize head"
+
+
+@torch.inference_mode()
+def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, progress: Progress) -> None:
+    """Every step that `kept` does not have. Nothing of a block outlives its step. Without text its linears are rounded
+    to nearest."""
+    subject, codecs = job.subject, job.codecs
+    config, device, dtype = subject.config, subject.placement.device, subject.placement.dtype
+    place = subject.checkpoint, config, subject.architecture
+    walk = BlockWalk(subject, kept, WALK)
+    has_text, has_head = bool(len(subject.rows)), job.plan.head is not None and not kept.has(HEAD_STEP)
+    rotary = Rotary.at(config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
+    with progress.task("quantize", total=len(job.plan.work)) as task:
+        if done := sum(len(kept.value(name)["linears"]) for name in _steps(kept)):
+            task.advance(done, note="done before")
+        stream: ActivationStream | None = None
+        if has_text and (walk.done < config.num_layers or has_head):
+            stream = walk.open()
+        for index in range(walk.done, config.num_layers):
+            block = load_block(*place, index, dtype, device)
+            with kept.step(walk.step(index)) as step:
+                found = _Found(step, subject, f"block {index}", task)
+                rounded: dict[str, DenseTensor] = {}
+                solutions = (
+                    round_block(block, codecs)
+                    if stream is None
+                    else solve_block(
+                        block,
+                        stream,
+                        rotary,
+                        codecs,
+                        sensitivity,
+                        hessian_dtype=job.hessian_dtype,
+                        route_all=job.route_all,
+                    )
+                )
+                for solved in solutions:
+                    rounded[solved.result.name] = found.add(solved)
+                seal = None
+                if stream is not None and (index + 1 < config.num_layers or has_head):
+                    for name, linear in block.linears.items():
+                        linear.replace(rounded.get(name, linear.stored))
+
+                    def run_block(hidden: Tensor) -> Tensor:
+                        return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next is read
+
+                    stream, seal = walk.follow(stream, run_block, index)
+                step.finish(found.value(seal))
+            walk.leave(index)
+        if has_head:
+            head = load_head(*place, dtype, device)
+            with kept.step(HEAD_STEP) as step:
+                found = _Found(step, subject, "head", task)
+                found.add(solve_head(head, stream, codecs, hessian_dtype=job.hessian_dtype))
+                step.finish(found.value(None))
+        kept.keep_states()
+
+
+def put_together(job: QuantizeJob, kept: Job, writer: CheckpointWriter) -> tuple[list[LinearResult], Receipt]:
+    """Hands the tensors of all steps to the writer, then every other tensor as it is.
+
+    Raises JobError for a step that is damaged.
+    """
+    results: list[LinearResult] = []
+    receipt = Receipt()
+    for name in _steps(kept):
+        value = kept.value(name)
+        for tensor_name, tensor in kept.tensors(name):
+            _add(writer, receipt, tensor_name, tensor)
+        for linear, digest in value["weights"].items():
+            receipt.add_weight_digest(linear, digest)
+        results += [LinearResult(**found) for found in value["linears"]]
+    job.plan.check_done(result.name for result in results)
+    _pass_through(job, writer, receipt)
+    return results, receipt
+
+
+def solved_blocks(kept: Job) -> int:
+    """Blocks that are solved."""
+    return sum(name != HEAD_STEP for name in _steps(kept))
+
+
+class _Found:
+    """What is found while a step is made."""
+
+    def __init__(self, step: Step, subject: Subject, place: str, task: Task) -> None:
+        self._step, self._subject, self._place, self._task = step, subject, place, task
+        self._linears: list[dict[str, Any]] = []
+        self._weights: dict[str, str] = {}
+
+    def add(self, solved: SolvedLinear) -> DenseTensor:
+        """Keeps one linear; returns it as the readers of the file will have it.
+
+        Raises GateError where what was encoded is not what was solved.
+        """
+        name, stored = solved.result.name, solved.stored
+        weight, digest = stored.dequantize(), digest_of_values(solved.weight)
+        if digest_of_values(weight) != digest:
+            raise GateError(
+                f"`{name}` does not decode to the weight that was solved",
+                hint="the memory of this machine may be faulty; run the command again",
+            )
+        for suffix, tensor in stored.tensors().items():
+            self._step.add(f"{self._subject.module_on_disk(name)}.{suffix}", tensor)
+        self._weights[name] = digest
+        self._linears.append(asdict(solved.result))
+        self._task.advance(note=f"{self._place}, {kind_of(name)}, error {solved.result.error:.5f}")
+        return DenseTensor(weight.T, stored.bias)
+
+    def value(self, seal: str | None) -> dict[str, Any]:
+        return {"linears": self._linears, "weights": self._weights, "states": seal}
+
+
+def _steps(kept: Job) -> Iterator[str]:
+    """Those that are done, in the order of the result."""
+    index = 0
+    while kept.has(f"{WALK} {index}"):
+        yield f"{WALK} {index}"
+        index += 1
+    if kept.has(HEAD_STEP):
+        yield HEAD_STEP
+
+
+def _add(writer: CheckpointWriter, receipt: Receipt, name: str, tensor: Tensor) -> None:
+    writer.add(name, tensor)
+    receipt.add(name, tensor)
+
+
+def _pass_through(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt) -> None:
+    """Every other tensor as it is; a tied head, which some files hold a second time, only once."""
+    checkpoint = job.subject.checkpoint
+    replaced = {name for linear in job.plan.quantized for name in checkpoint.tensors_of(linear.name)}
+    if job.plan.head is not None or job.subject.config.tie_embeddings:
+        replaced.update(name for name in checkpoint.names() if name.startswith(f"{HEAD}."))  # it may be quantized
+    for name in checkpoint.names():
+        if name not in replaced:
+            _add(writer, receipt, name, checkpoint.tensor(name))
+    if job.plan.added_bits and job.plan.head is None:
+        _add(writer, receipt, f"{HEAD}.weight", checkpoint.tensor(f"{EMBEDDING}.weight"))

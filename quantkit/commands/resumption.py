@@ -1,0 +1,140 @@
+"""What a command compares before it goes on with a job, or says that its result is there already."""
+
+import os
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.folder import RESULT_FILE, read_json
+from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.checkpoint.receipt import Receipt
+from quantkit.commands.quantize_job import Subject
+from quantkit.errors import CheckpointError, JobError, QuantkitError
+from quantkit.job.identity import ModelIdentity, digest_of_text, programs
+from quantkit.job.job import Facts, differing
+from quantkit.settings import MeasureSettings, QuantizeSettings
+
+KIND, VERSION = "quantkit result", 1
+SAME_BYTES_WHATEVER = ("model", "out", "job", "restart", "overwrite", "strict", "evaluate", "device", "dtype")
+"""Settings that do not change what is written, or that are among the facts in another form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A result that this command made before: nothing was done now."""
+
+    out: Path
+    bits_per_weight: float
+    size_bytes: int
+    damage: None = None
+
+    def rows(self) -> list[list[str]]:
+        """Name and figure, for people."""
+        return [
+            ["finished before", "by this command, from this model: nothing to do"],
+            ["bits per weight, linears", f"{self.bits_per_weight:.3f}"],
+            ["size", f"{self.size_bytes / 2**20:.1f} MiB"],
+            ["to do it again", "`--restart`"],
+        ]
+
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Title, columns and rows of each table for people."""
+        return [(str(self.out), ["", ""], self.rows())]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "finished_before": True,
+            "bits_per_weight": self.bits_per_weight,
+            "size_bytes": self.size_bytes,
+        }
+
+
+def facts_of(
+    command: str, settings: QuantizeSettings | MeasureSettings, subject: Subject, model: ModelIdentity
+) -> Facts:
+    """All that the bytes of a result depend on."""
+    facts: dict[str, str | int | float | bool | None] = {
+        "command": command,
+        **programs(),
+        "model": model.weights,
+        "model's files": model.files,
+        "text": digest_of_text(subject.rows),
+        "device": subject.placement.device,
+        "dtype": subject.placement.dtype_name,
+    }
+    for field in fields(settings):
+        if field.name not in SAME_BYTES_WHATEVER:
+            value = getattr(settings, field.name)
+            facts[field.name] = _digest(value) if isinstance(value, Path) else _plain(value)
+    return facts
+
+
+def job_place(job: Path | None, out: Path, source: Path) -> Path:
+    """Where the job folder is: `OUT.job`, or what was asked for. Raises JobError for a place in model or result."""
+    if job is None:
+        return out.with_name(f"{out.name}.job")
+    place = Path(os.path.realpath(os.path.expanduser(job)))  # noqa: PTH111 - as `-o` is read
+    for taken in (out, Path(os.path.realpath(source))):
+        if place == taken or place.is_relative_to(taken) or taken.is_relative_to(place):
+            raise JobError(
+                f"the job `{place}` and `{taken}` must not be the same folder or one inside the other",
+                hint="choose another folder with `--job`",
+            )
+    return place
+
+
+def result_document(facts: Facts, receipt: Receipt, bits_per_weight: float) -> dict[str, Any]:
+    """What a result says of itself, in `RESULT_FILE`: nothing that differs from run to run."""
+    return {
+        "kind": KIND,
+        "version": VERSION,
+        "facts": dict(facts),
+        "tensors": receipt.digest(),
+        "bits_per_weight": bits_per_weight,
+    }
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What `result_document` gave; None where there is none, or nothing that can be read."""
+    try:
+        found = read_json(folder / RESULT_FILE)
+    except QuantkitError:
+        return None
+    valid = found.get("kind") == KIND and found.get("version") == VERSION and isinstance(found.get("facts"), dict)
+    return found if valid else None
+
+
+def finished_before(out: Path, made: dict[str, Any], facts: Facts, *, overwrite: bool) -> Finished | None:
+    """The result in `out` if it is that of these facts; None if it may be replaced. `made` is what it says of itself.
+
+    Raises CheckpointError for another one, or one that has been changed, that must not be.
+    """
+    differences = differing(made["facts"], facts)
+    if not differences:
+        receipt, checkpoint = Receipt(), open_checkpoint(out)
+        for name in checkpoint.names():
+            receipt.add(name, checkpoint.tensor(name))
+        if receipt.digest() == made["tensors"]:
+            files = {header.path for header in checkpoint.homes.values()}
+            return Finished(out, float(made["bits_per_weight"]), sum(file.stat().st_size for file in files))
+        differences = ["its tensors were changed afterwards"]
+    if overwrite:
+        return None
+    raise CheckpointError(
+        f"`{out}` is another result: {'; '.join(differences)}",
+        hint="use `--overwrite` to replace it as a whole, or choose another folder with `-o`",
+    )
+
+
+def _plain(value: Any) -> str | int | float | bool | None:
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def _digest(path: Path) -> str | None:
+    """Of the content of a file; None where it cannot be read, which its reader will say."""
+    try:
+        return sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
