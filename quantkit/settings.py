@@ -15,6 +15,7 @@ class QuantizeSettings:
     group_size: int = 128
     sym: bool = True
     act_order: bool = False
+    group_aware: bool = False
     checkpoint_format: str | None = None
     rule: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()

@@ -24,6 +24,13 @@ def quantize(
     act_order: Annotated[
         bool, typer.Option("--act-order", help="GPTQ: groups of inputs alike in activation: better, slower to run.")
     ] = False,
+    group_aware: Annotated[
+        bool,
+        typer.Option(
+            "--group-aware",
+            help="GPTQ: choose the scales of a group when it is reached, not before; groups are solved one by one.",
+        ),
+    ] = False,
     checkpoint_format: Annotated[
         str | None,
         typer.Option(
@@ -123,6 +130,7 @@ def quantize(
         group_size=group_size,
         sym=sym,
         act_order=act_order,
+        group_aware=group_aware,
         checkpoint_format=checkpoint_format,
         rule=tuple(rule or ()),
         skip=tuple(skip or ()),

@@ -20,7 +20,7 @@ from quantkit.progress import Progress
 from quantkit.settings import QuantizeSettings
 
 GPTQ_OPTIONS = (
-    *("bits", "group_size", "sym", "act_order", "checkpoint_format"),
+    *("bits", "group_size", "sym", "act_order", "group_aware", "checkpoint_format"),
     *("rule", "skip", "lm_head", "untie_head"),
 )
 EXL2_OPTIONS = ("bpw", "head_bits", "include_head", "measurement", "plan")
@@ -32,6 +32,8 @@ def check_format(settings: QuantizeSettings) -> None:
     plain = QuantizeSettings(settings.model, settings.out)
     if settings.format == "gptq":
         _refuse_others(settings, plain, EXL2_OPTIONS, "use `--format exl2` with it")
+        if settings.act_order and settings.group_aware:
+            raise UsageError("`--act-order` and `--group-aware` are two ways to form groups", hint="choose one of them")
         rules = read_rules(settings.rule, settings.skip)
         base = _gptq(settings, rules)
         for rule in rules:
@@ -101,7 +103,9 @@ def _gptq(settings: QuantizeSettings, rules: Iterable[Rule]) -> GptqCodec:
     """The codec of linears without a rule. One asymmetric linear makes the whole folder `gptq_v2`."""
     sym = settings.sym and all((rule.changes or {}).get("sym", True) for rule in rules)
     written = settings.checkpoint_format or ("gptq" if sym else "gptq_v2")
-    return GptqCodec(settings.bits, settings.group_size, settings.sym, settings.act_order, written)
+    return GptqCodec(
+        settings.bits, settings.group_size, settings.sym, settings.act_order, written, settings.group_aware
+    )
 
 
 def _refuse_others(settings: QuantizeSettings, plain: QuantizeSettings, names: tuple[str, ...], hint: str) -> None:
