@@ -105,6 +105,22 @@ class GptqTensor(StoredTensor):
         q = kernels.backend(self._device).unpack(weight.words, self.bits)
         return q, weight.zeros, weight.scales
 
+    def steps(self) -> Tensor:
+        """Codes minus zero points, int16 [in, out]: the weight is `steps · scales[row_groups]`."""
+        weight = self._stored()
+        codes = kernels.backend(self._device).unpack(weight.words, weight.bits).to(torch.int16)
+        return codes.sub_(weight.zeros.to(torch.int16)[weight.group])
+
+    def with_scales(self, scales: Tensor) -> "GptqTensor":
+        """The same codes on other scales, floats [groups, out]. Raises FormatError where float16 cannot hold them."""
+        own = scales.to(torch.float16)
+        if not bool(torch.isfinite(own).all()):
+            raise FormatError("a scale is beyond what float16 holds", hint="use `--effort default`")
+        weight = self._stored()
+        return GptqTensor(
+            GptqWeight(weight.words, own, weight.zeros, weight.group, weight.bits), {**self._kept, "scales": own}
+        )
+
     @property
     def stored_bits(self) -> int:
         codes = self.in_features * self.out_features * self.bits

@@ -303,3 +303,24 @@ def test_faults_are_named(fault: str) -> None:
 def test_a_linear_that_a_rule_calls_dense_is_refused_when_it_is_quantized() -> None:
     with pytest.raises(FormatError, match="a `dynamic` rule says that `m` is not quantized"):
         gptq.decode("m", stored()[0].tensors(), None)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_steps_and_other_scales(act_order: bool) -> None:
+    """A weight is its steps times its scales, and other scales change nothing else."""
+    from quantkit.solver.gptq import solve_together
+    from quantkit.solver.inverse import factor
+
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(64, 32, generator=generator), torch.randn(200, 64, generator=generator)
+    codec = GptqCodec(bits=3, group_size=32, sym=False, act_order=act_order)
+    (solution,) = solve_together([weight], factor(x.T @ x / 200), codec)
+    stored = codec.encode(solution.codes, None)
+    scales = stored.tensors()["scales"].float()
+    rebuilt = (stored.steps() * scales[stored.row_groups]).half()
+    assert torch.equal(rebuilt, stored.dequantize().half())
+    other = stored.with_scales(1.5 * scales)
+    assert torch.equal(other.dequantize().half(), (stored.steps() * (1.5 * scales).half().float()[stored.row_groups]).half())
+    assert {name for name, tensor in other.tensors().items() if not torch.equal(tensor, stored.tensors()[name])} == {"scales"}
+    with pytest.raises(FormatError, match="beyond what float16 holds"):
+        stored.with_scales(scales * 1e8)

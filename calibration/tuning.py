@@ -1,0 +1,277 @@
+"""Tuning after rounding: codes stay, scales and norms follow the gradient of KL from the original model.
+
+What the whole model says is the target, so that a block may make up for the errors of those before it, which no solver
+of single linears can see. (End-to-end training of scales: EfficientQAT, arXiv 2407.11062, section 3.3; here the
+original is the teacher.) Blocks are read when they run, and once more on the way back: in memory are one block, the
+states of one batch at every block, and for each scale three numbers.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CalibrationError
+from quantkit.formats.codec import StoredTensor
+from quantkit.models.architecture import FINAL_NORM, Architecture
+from quantkit.models.config import ModelConfig
+from quantkit.models.rope import Rotary
+from quantkit.models.source import Device, Source
+from quantkit.models.transformer import Head, load_block, load_embedding, load_head
+from quantkit.progress import Progress
+
+BATCH_TOKENS = 2048
+SCALE_RATE, NORM_RATE = 3e-3, 2e-3
+WARM_UP = 4
+FIRST_MOMENT, SECOND_MOMENT, TINY = 0.9, 0.99, 1e-8
+PREDICTIONS_AT_ONCE = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundedLinear:
+    """A weight as `steps[j] · scale[group[j]]`.
+
+    steps  int16 [in, out]: code minus zero point
+    group  int64 [in]: the group of each row
+    scale  float32 [groups, out]
+    bias   [out], or None
+    """
+
+    steps: Tensor
+    group: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+
+class Rounded(Protocol):
+    """The rounded linears of a model, by name."""
+
+    @property
+    def scales(self) -> Mapping[str, Tensor]:
+        """Of every rounded linear, float32 [groups, out]."""
+
+    def linear(self, name: str) -> RoundedLinear:
+        """One of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tuned:
+    """
+    scales  of every rounded linear, float32 [groups, out], not yet rounded for a file
+    norms   of every norm by name without `.weight`, float32, as the checkpoint has them (without the family's offset)
+    course  mean KL over each pass through the text, while it was tuned
+    """
+
+    scales: Mapping[str, Tensor]
+    norms: Mapping[str, Tensor]
+    course: tuple[float, ...]
+
+
+def tune(
+    original: Source,
+    rounded: Rounded,
+    config: ModelConfig,
+    architecture: Architecture,
+    rows: Tensor,
+    passes: int,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: Device,
+    progress: Progress,
+) -> Tuned:
+    """Go `passes` times through a text `rows`, int64 `[rows, length]`, in an order that `seed` draws.
+
+    Raises CalibrationError where states or gradients are not finite.
+    """
+    dtype = torch.bfloat16 if dtype == torch.float16 else dtype
+    generator = torch.Generator().manual_seed(seed)
+    batch = max(1, BATCH_TOKENS // rows.shape[1])
+    with torch.inference_mode(False), torch.no_grad():
+        student = _Student(original, rounded, config, architecture, device)
+        teacher = _Reader(original, config, architecture, dtype, device)
+        learner = _Reader(student, config, architecture, dtype, device)
+        descent = _Descent(student.leaves, steps=passes * math.ceil(len(rows) / batch))
+        course = []
+        with progress.task("tune", total=passes * len(rows)) as task:
+            targets = torch.cat([teacher.hidden(part)[-1].cpu() for part in rows.split(batch)])
+            for number in range(passes):
+                lost = 0.0
+                for chosen in torch.randperm(len(rows), generator=generator).split(batch):
+                    loss = learner.descend(rows[chosen], targets[chosen].to(device), teacher.head)
+                    if not math.isfinite(loss):
+                        raise CalibrationError("tuning gives a KL that is not finite", hint="use `--dtype fp32`")
+                    descent.step()
+                    lost += loss * len(chosen)
+                    task.advance(len(chosen), note=f"pass {number + 1}, KL {loss:.4f}")
+                course.append(lost / len(rows))
+        return Tuned(student.scales(), student.tuned_norms(), tuple(course))
+
+
+class _Scaled(StoredTensor):
+    """A rounded weight whose scale is part of a graph."""
+
+    def __init__(self, linear: RoundedLinear, scale: Tensor) -> None:
+        self.in_features, self.out_features = linear.steps.shape
+        self.bias = linear.bias
+        self._linear, self._scale = linear, scale
+
+    def tensors(self) -> dict[str, Tensor]:
+        raise AssertionError("this form is for tuning alone")
+
+    def dequantize(self) -> Tensor:
+        return self._linear.steps * self._scale.detach()[self._linear.group]
+
+    def matmul(self, x: Tensor) -> Tensor:
+        y: Tensor = _Multiply.apply(x, self._scale, self._linear)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class _Multiply(torch.autograd.Function):
+    """`x · (steps · scale)`, with the weight made anew on the way back instead of kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, linear: RoundedLinear) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.linear = linear
+        return x @ _weight(linear, scale, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, scale = ctx.saved_tensors
+        (gradient,), linear = gradients, ctx.linear
+        of_weight = (x.T @ gradient).to(torch.float32).mul_(linear.steps)
+        of_scale = torch.zeros_like(scale).index_add_(0, linear.group, of_weight)
+        return gradient @ _weight(linear, scale, x.dtype).T, of_scale, None
+
+
+def _weight(linear: RoundedLinear, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (linear.steps * scale[linear.group]).to(dtype)
+
+
+class _Student:
+    """The rounded model as a source. A leaf, at first 0, is the relative change of each scale and each norm."""
+
+    def __init__(
+        self, original: Source, rounded: Rounded, config: ModelConfig, architecture: Architecture, device: Device
+    ) -> None:
+        self._original, self._rounded = original, rounded
+        self._offset = architecture.norm_offset
+        names = [name for index in range(config.num_layers) for name in architecture.norms(config, index)]
+        self._norms = {
+            name: original.tensor(f"{name}.weight").to(device, torch.float32) for name in (*names, FINAL_NORM)
+        }
+        self._scales = {name: scale.to(device, torch.float32) for name, scale in rounded.scales.items()}
+        self._changes = {
+            name: torch.zeros_like(tensor).requires_grad_() for name, tensor in (self._scales | self._norms).items()
+        }
+
+    @property
+    def leaves(self) -> list[tuple[Tensor, float]]:
+        """With the rate of each."""
+        return [(leaf, SCALE_RATE if name in self._scales else NORM_RATE) for name, leaf in self._changes.items()]
+
+    def scales(self) -> dict[str, Tensor]:
+        return {name: self._scale(name).detach() for name in self._scales}
+
+    def tuned_norms(self) -> dict[str, Tensor]:
+        return {name: self._norm(name).detach() for name in self._norms}
+
+    def has(self, name: str) -> bool:
+        return self._original.has(name)
+
+    def tensor(self, name: str) -> Tensor:
+        module = name.removesuffix(".weight")
+        return self._norm(module) if module in self._norms else self._original.tensor(name)
+
+    def linear(self, name: str) -> StoredTensor:
+        if name not in self._scales:
+            return self._original.linear(name)
+        return _Scaled(self._rounded.linear(name), self._scale(name))
+
+    def _scale(self, name: str) -> Tensor:
+        return self._scales[name] * (1 + self._changes[name])
+
+    def _norm(self, name: str) -> Tensor:
+        return (self._norms[name] + self._offset) * (1 + self._changes[name]) - self._offset
+
+
+class _Reader:
+    """A model of which one block is in memory."""
+
+    def __init__(
+        self, source: Source, config: ModelConfig, architecture: Architecture, dtype: torch.dtype, device: Device
+    ) -> None:
+        self._place = source, config, architecture
+        self._dtype, self._device = dtype, device
+        self._embedding = load_embedding(source, config, architecture, dtype, device)
+
+    @property
+    def head(self) -> Head:
+        return load_head(*self._place, self._dtype, self._device)
+
+    def hidden(self, ids: Tensor) -> list[Tensor]:
+        """int64 `[b, length]` → what enters each block and, last, what leaves the last one, float32."""
+        rotary = self._rotary(ids)
+        states = [self._embedding(ids.to(self._device))]
+        for index in range(self._place[1].num_layers):
+            states.append(load_block(*self._place, index, self._dtype, self._device).forward(states[-1], rotary))
+        return states
+
+    def descend(self, ids: Tensor, target: Tensor, teacher: Head) -> float:
+        """Adds the gradients of the mean KL to those of the leaves; returns that mean. `teacher` reads `target`."""
+        rotary, states = self._rotary(ids), self.hidden(ids)
+        loss, gradient = self._divergence(states.pop(), target, teacher)
+        for index in reversed(range(len(states))):
+            entering = states.pop().requires_grad_()
+            with torch.enable_grad():
+                block = load_block(*self._place, index, self._dtype, self._device)
+                block.forward(entering, rotary).backward(gradient)
+            assert entering.grad is not None
+            gradient = entering.grad
+        return loss
+
+    def _divergence(self, hidden: Tensor, target: Tensor, teacher: Head) -> tuple[float, Tensor]:
+        """Mean KL of this model's predictions from the teacher's, and its gradient at `hidden`."""
+        total, gradients, count = 0.0, [], hidden.shape[0] * hidden.shape[1]
+        with torch.enable_grad():
+            head = self.head
+        pieces = zip(*(states.flatten(0, 1).split(PREDICTIONS_AT_ONCE) for states in (hidden, target)), strict=True)
+        for own, other in pieces:
+            wanted = teacher(other).log_softmax(-1)
+            own = own.detach().requires_grad_()
+            with torch.enable_grad():
+                found = head(own).log_softmax(-1)
+                loss = (wanted.exp() * (wanted - found)).sum() / count
+                loss.backward(retain_graph=True)
+            assert own.grad is not None
+            gradients.append(own.grad)
+            total += float(loss.detach())
+        return total, torch.cat(gradients).reshape(hidden.shape)
+
+    def _rotary(self, ids: Tensor) -> Rotary:
+        return Rotary.at(self._place[1].ropes, torch.arange(ids.shape[1], device=self._device)[None])
+
+
+class _Descent:
+    """Adam (arXiv 1412.6980) with a warm-up and a rate that falls to nothing in a straight line."""
+
+    def __init__(self, leaves: list[tuple[Tensor, float]], steps: int) -> None:
+        self._leaves, self._steps, self._done = leaves, steps, 0
+        self._moments = [(torch.zeros_like(leaf), torch.zeros_like(leaf)) for leaf, _ in leaves]
+
+    def step(self) -> None:
+        """Moves every leaf against its gradient, which it takes away."""
+        share = min(1 - self._done / self._steps, (self._done + 1) / WARM_UP)
+        self._done += 1
+        unbias = 1 - FIRST_MOMENT**self._done, 1 - SECOND_MOMENT**self._done
+        for (leaf, rate), (first, second) in zip(self._leaves, self._moments, strict=True):
+            if leaf.grad is None:
+                continue
+            first.lerp_(leaf.grad, 1 - FIRST_MOMENT)
+            second.mul_(SECOND_MOMENT).addcmul_(leaf.grad, leaf.grad, value=1 - SECOND_MOMENT)
+            leaf.data.addcdiv_(first, (second / unbias[1]).sqrt_().add_(TINY), value=-rate * share / unbias[0])
+            leaf.grad = None
