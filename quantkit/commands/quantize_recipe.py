@@ -65,8 +65,8 @@ class GptqRecipe:
         of_base = ("bits", "group_size", "sym", "act_order", "group_aware", "checkpoint_format")
         return {
             **{key: getattr(self.base, key) for key in of_base},
-            "rule": [rule.option for rule in self.rules if rule.changes is not None],
-            "skip": [rule.option for rule in self.rules if rule.changes is None],
+            "rule": [rule.text for rule in self.rules if rule.changes is not None],
+            "skip": [rule.text for rule in self.rules if rule.changes is None],
             "lm_head": self.lm_head,
             "untie_head": self.untie_head,
         }

@@ -29,12 +29,16 @@ class Rule:
     changes: Mapping[str, int | bool] | None = None
 
     @property
+    def text(self) -> str:
+        """What `read_rules` would read again."""
+        if self.changes is None:
+            return self.pattern
+        return f"{self.pattern}:" + ",".join(f"{key}={str(value).lower()}" for key, value in self.changes.items())
+
+    @property
     def option(self) -> str:
         """What was typed, more or less."""
-        if self.changes is None:
-            return f"--skip '{self.pattern}'"
-        changes = ",".join(f"{key}={str(value).lower()}" for key, value in self.changes.items())
-        return f"--rule '{self.pattern}:{changes}'"
+        return f"--{'skip' if self.changes is None else 'rule'} '{self.text}'"
 
     def matches(self, name: str) -> bool:
         return re.match(self.pattern, name) is not None
@@ -49,6 +53,7 @@ class Rule:
 
 def read_rules(rules: Sequence[str], skips: Sequence[str]) -> tuple[Rule, ...]:
     """All of them, skips first. Raises UsageError for text that is no rule."""
+    rules, skips = ((given,) if isinstance(given, str) else given for given in (rules, skips))
     return (*(Rule(_pattern(text, "skip")) for text in skips), *map(_read_rule, rules))
 
 

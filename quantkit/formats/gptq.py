@@ -269,13 +269,13 @@ def _group_of_rows(
     group = g_idx.to(torch.int64)
     if not bool(group.any()):
         return in_sequence
-    group = torch.where(group < 0, group + groups, group)
-    if bool((group < 0).any()) or bool((group >= groups).any()):
+    outside = group[(group < -groups) | (group >= groups)]
+    if len(outside):
         raise FormatError(
-            f"`{name}.g_idx` names group {int(g_idx.abs().max())}, but there are {groups} groups",
+            f"`{name}.g_idx` names group {int(outside[0])}, but there are {groups} groups",
             hint=f"correct `group_size` in config.json; else {gptq_config.REQUANTIZE}",
         )
-    return group
+    return torch.where(group < 0, group + groups, group)
 
 
 def _in_sequence(g_idx: Tensor, grids: tuple[Grid, ...], layout: Layout) -> tuple[Tensor, tuple[Grid, ...]]:

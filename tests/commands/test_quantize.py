@@ -330,6 +330,14 @@ def test_dead_inputs_are_in_the_report(tmp_path: Path) -> None:
     assert "`model.layers.1.self_attn.q_proj`: 1 input features were always zero" in report.remarks()
 
 
+def test_linears_that_needed_more_damping_are_in_the_report(model: Path, tmp_path: Path) -> None:
+    report = quantize(model, tmp_path / "out", effort="fast")
+    first, *others = report.linears
+    damped = replace(report, linears=(replace(first, damping=0.1, extra_damping=True), *others))
+    assert damped.remarks() == [*report.remarks(), f"`{first.name}`: needed a damping of 0.1"]
+    assert [["`" + first.name + "`: needed a damping of 0.1"]] == damped.tables()[0][2]
+
+
 def test_a_bias_beyond_float16_is_refused_by_name(tmp_path: Path) -> None:
     source = tiny.write_model(tmp_path / "model", "Qwen2ForCausalLM")
     tensors = load_file(source / "model.safetensors")

@@ -12,13 +12,14 @@ from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.block_hessians import UNKNOWN, ReadyStage, ready_stages
-from quantkit.commands.quantize_block import solve_block
+from quantkit.commands.quantize_block import solve_block, solve_stage
 from quantkit.formats.gptq import GptqCodec
 from quantkit.models import catalog
 from quantkit.models.config import ModelConfig
 from quantkit.models.fan import Activations
 from quantkit.models.transformer import Block, Rotary, load_block, load_embedding
 from quantkit.progress import Silent
+from quantkit.solver.inverse import factor
 
 ROWS = torch.randint(5, 320, (10, 40), generator=torch.Generator().manual_seed(3))
 MEASURED = 4
@@ -120,3 +121,18 @@ def test_an_expert_reached_by_all_tokens_has_the_hessian_of_its_answers_to_them(
             total = x.T @ (weights[:, None] * x)
             assert (hessian_of(found) - total).abs().max() < 1e-4 * total.diagonal().max()
         assert torch.equal(hessian_of(ready[seen_by_all[inputs].stage.linears]), first)
+
+
+def test_a_hessian_that_is_not_positive_definite_is_damped_more_and_said_so(tmp_path: Path) -> None:
+    _, block, _, _ = prepare(tiny.write_model(tmp_path / "model", tokenizer=False), 3)
+    names = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj")
+    hessian = torch.eye(64)
+    hessian[0, 1] = hessian[1, 0] = 1.05  # its least eigenvalue is -0.05
+    solved = solve_stage(block.linears, ReadyStage(names, factor(hessian), 99), dict.fromkeys(names, GptqCodec(4, 32)))
+    results = [one.result for one in solved]
+    assert [(result.name, result.damping, result.extra_damping) for result in results] == [
+        (name, pytest.approx(0.1), True) for name in names
+    ]
+    hessian[0, 1] = hessian[1, 0] = 3.0
+    (lost,) = solve_stage(block.linears, ReadyStage(names[:1], factor(hessian), 99), {names[0]: GptqCodec(4, 32)})
+    assert lost.result.fallback == "its Hessian stays singular up to damping 1"

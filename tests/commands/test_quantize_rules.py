@@ -83,7 +83,8 @@ def tensors(checkpoint, name: str) -> list[torch.Tensor]:
 
 
 def test_dynamic_has_negative_rules_first_and_only_what_was_said(model: Path, tmp_path: Path) -> None:
-    quantize(model, tmp_path / "out", rule=(".*up_proj:bits=8", ".*gate_proj:act_order=true"), skip=(".*v_proj",))
+    rules = (".*up_proj:bits=8", ".*gate_proj:act_order=true")
+    report = quantize(model, tmp_path / "out", rule=rules, skip=".*v_proj")
     config = config_of(tmp_path / "out")
     assert list(config["dynamic"].items()) == [
         ("-:.*v_proj", {}),
@@ -91,6 +92,8 @@ def test_dynamic_has_negative_rules_first_and_only_what_was_said(model: Path, tm
         ("+:.*gate_proj", {"desc_act": True}),
     ]
     assert config["checkpoint_format"] == "gptq"
+    said = report.as_json()
+    assert (said["rule"], said["skip"]) == ([".*up_proj:bits=8", ".*gate_proj:act_order=true"], [".*v_proj"])
     assert config["modules_in_block_to_quantize"] == [
         [f"self_attn.{role}_proj" for role in "qko"] + [f"mlp.{role}_proj" for role in ("gate", "up", "down")]
     ]

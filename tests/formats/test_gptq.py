@@ -274,8 +274,9 @@ def test_a_zero_scale_gives_zeros() -> None:
 def _refusals() -> dict[str, tuple[dict[str, Tensor | None], GptqSettings, str]]:
     tensor, chosen = stored()
     own = tensor.tensors()
-    bad_scales, far = own["scales"].clone(), own["g_idx"].clone()
-    bad_scales[1, 5], far[7] = float("nan"), 2
+    bad_scales, infinite = own["scales"].clone(), own["scales"].clone()
+    far, below = own["g_idx"].clone(), own["g_idx"].clone()
+    bad_scales[1, 5], infinite[0, 0], far[7], below[9] = float("nan"), -float("inf"), 2, -3
     return {
         "no scales": ({"scales": None}, chosen, "`m` has no tensor `m.scales`"),
         "float qweight": ({"qweight": own["scales"]}, chosen, r"`m.qweight`: expected an int32 matrix, found float16 of shape"),
@@ -284,9 +285,12 @@ def _refusals() -> dict[str, tuple[dict[str, Tensor | None], GptqSettings, str]]
         "wrong group size": ({}, GptqSettings(4, 16), r"`m.scales`: expected floats of shape \[4, 32\] at group size 16"),
         "narrow zeros": ({"qzeros": own["qzeros"][:, :3]}, chosen, r"`m.qzeros`: expected shape \[2, 4\], found int32 of shape"),
         "NaN scale": ({"scales": bad_scales}, chosen, "`m.scales` holds NaN or infinity"),
+        "infinite scale": ({"scales": infinite}, chosen, "`m.scales` holds NaN or infinity"),
+        "wide zeros": ({"qzeros": own["qzeros"].repeat(1, 2)}, chosen, r"`m.qzeros`: expected shape \[2, 4\], found int32"),
         "integer scales": ({"scales": own["scales"].int()}, chosen, "`m.scales`: expected floats"),
         "short g_idx": ({"g_idx": own["g_idx"][:-1]}, chosen, r"`m.g_idx`: expected integers of shape \[64\]"),
         "group beyond the last": ({"g_idx": far}, chosen, "`m.g_idx` names group 2, but there are 2 groups"),
+        "group below the first": ({"g_idx": below}, chosen, "`m.g_idx` names group -3, but there are 2 groups"),
         "long bias": ({"bias": torch.zeros(33)}, chosen, r"`m.bias`: expected floats of shape \[32\]"),
     }
 
