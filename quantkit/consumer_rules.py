@@ -239,11 +239,16 @@ def writer_is_trusted(inventory: Inventory) -> Iterator[Objection]:
             yield Objection(linear.name, "asymmetric in `gptq` (v1) format by another writer; `gptq_v2` is accepted")
 
 
-def no_zero_of_zero(inventory: Inventory) -> Iterator[Objection]:
+def no_zero_of_zero(*formats: str) -> Check:
     """v1 holds zero point - 1; a 0 borrows from its neighbour, which a reader that adds 1 to each field gets wrong."""
-    for linear in _gptq(inventory):
-        if linear.zero_points and linear.zero_points[0] == 0:
-            yield Objection(linear.name, "has zero points of 0, which it reads as others")
+
+    def check(inventory: Inventory) -> Iterator[Objection]:
+        for linear in _gptq(inventory):
+            affected = linear.settings is not None and linear.settings.checkpoint_format in formats
+            if affected and linear.zero_points and linear.zero_points[0] == 0:
+                yield Objection(linear.name, "zero points may be 0, which it reads as others")
+
+    return check
 
 
 def reads_v2(inventory: Inventory) -> Iterator[Objection]:

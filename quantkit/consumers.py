@@ -15,7 +15,13 @@ from quantkit.consumer_rules import Check, Objection
 from quantkit.inventory import DENSE, EXL2, GPTQ, Inventory
 
 OURS = "quantkit"
-PORTABLE = ("transformers", "GPTQModel", "vLLM Marlin", "SGLang", "exllamav2")
+# What `--target` names → groups of consumers; of each group one has to load the folder, the first by preference.
+TARGETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "transformers": (("transformers",),),
+    "vllm": (("vLLM Marlin", "vLLM plain"),),
+    "exllamav2": (("exllamav2",),),
+    "any": (("transformers",), ("GPTQModel",), ("vLLM Marlin",), ("SGLang",), ("exllamav2",)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +144,7 @@ PLAIN = (
     Rule(asks.widths(2, 3, 4, 8), "source: vLLM, GPTQConfig"),
     Rule(asks.groups_divide, "source: vLLM, GPTQLinearMethod.create_weights"),
     Rule(asks.fused_outputs_divide({2: 16, 3: 32, 4: 8, 8: 4}), "source: vLLM, GPTQLinearMethod.create_weights"),
-    Rule(asks.no_zero_of_zero, "source: vLLM adds 1 to each field without a mask"),
+    Rule(asks.no_zero_of_zero("gptq"), "source: vLLM adds 1 to each field without a mask"),
     FUSED,
     VLLM_HEAD,
     UNTIED,
@@ -193,7 +199,10 @@ CONSUMERS = (
                 *WORDS,
                 Rule(asks.group_is_power_of_two, "source: exllamav2 infers the group size"),
                 Rule(asks.v2_is_announced, "source: exllamav2, config.py"),
-                Rule(asks.no_zero_of_zero, "source: exllamav2 adds 1 to each field without a mask"),
+                Rule(
+                    asks.no_zero_of_zero("gptq", "gptq_v2"),
+                    "source: exllamav2 makes v1 of v2 by the packed constant, then adds 1 to each field without a mask",
+                ),
             ),
             EXL2: (
                 EXLLAMAV2_FAMILIES,

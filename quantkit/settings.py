@@ -17,6 +17,9 @@ class QuantizeSettings:
     act_order: bool = False
     group_aware: bool = False
     checkpoint_format: str | None = None
+    target: str | None = None
+    free_group_size: bool = False
+    """With a target: it may choose another group size."""
     rule: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     lm_head: bool = False

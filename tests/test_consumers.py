@@ -250,9 +250,15 @@ CASES = [
     ),
     (
         "zero points of 0",
-        changed(inventory(settings=replace(ASYM_V2)), "q_proj", zero_points=(0, 15)),
-        {"vLLM Marlin", "vLLM plain", "SGLang", "exllamav2"},
-        ("vLLM plain", "zero points of 0"),
+        changed(inventory(settings=GptqSettings(4, 128, sym=False)), "q_proj", zero_points=(0, 15)),
+        {"vLLM Marlin", "GPTQModel", "vLLM plain", "SGLang", "exllamav2"},
+        ("vLLM plain", "zero points may be 0"),
+    ),
+    (
+        "zero points of 0 in v2",
+        changed(inventory(settings=ASYM_V2), "q_proj", zero_points=(0, 15)),
+        {"vLLM Marlin", "exllamav2"},
+        ("exllamav2", "zero points may be 0"),
     ),
     (
         "symmetric by word only",
@@ -385,7 +391,8 @@ def test_a_folder_is_seen_as_it_was_written(options: dict, tmp_path: Path) -> No
     assert found.head is not None and found.head.format == "dense"
 
 
-def test_the_portable_ones_are_consumers() -> None:
-    assert set(consumers.PORTABLE) < {consumer.name for consumer in CONSUMERS}
+def test_targets_are_consumers() -> None:
+    named = {name for groups in consumers.TARGETS.values() for group in groups for name in group}
+    assert named == {consumer.name for consumer in CONSUMERS} - {"quantkit"}
     assert head_spec(inventory().config).out_features == 320
     assert json.dumps([str(objection) for verdict in verdicts(inventory()) for objection in verdict.objections]) == "[]"

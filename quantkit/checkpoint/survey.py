@@ -61,7 +61,8 @@ def _look_at_each(folder: Path, first: QuantkitError) -> Survey:
     quantization = attempt(lambda: read_quantization(folder, config), None)
     index: dict[str, Path] | None = None
     if os.path.lexists(folder / folders.INDEX):
-        index = attempt(lambda: _placed(folder, faults), {})
+        nowhere: dict[str, Path] = {}
+        index = attempt(lambda: _placed(folder, faults), nowhere)
     files = _files(folder, index)
     for link in folders.dangling(folder):
         faults.append(CheckpointError(f"dangling link {link}", hint="the file is gone: download the model again"))

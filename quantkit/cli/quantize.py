@@ -10,6 +10,7 @@ from quantkit.settings import QuantizeSettings
 
 
 def quantize(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder of a Hugging Face model, or a hub id.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it appears when it is complete.")],
     format: Annotated[str, typer.Option("--format", help="Format of the result: gptq or exl2.")] = "gptq",
@@ -36,6 +37,14 @@ def quantize(
         typer.Option(
             "--checkpoint-format",
             help="GPTQ: gptq holds zero point - 1, gptq_v2 the zero point; by default gptq if all is symmetric.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            help="Who shall load it: transformers, vllm, exllamav2, or any of them and GPTQModel and SGLang too. "
+            "Chooses the group size if none is given; what cannot be loaded is refused before work.",
         ),
     ] = None,
     rule: Annotated[
@@ -132,6 +141,8 @@ def quantize(
         act_order=act_order,
         group_aware=group_aware,
         checkpoint_format=checkpoint_format,
+        target=target,
+        free_group_size=target is not None and _is_left_out(context, "group_size"),
         rule=tuple(rule or ()),
         skip=tuple(skip or ()),
         lm_head=lm_head,
@@ -186,3 +197,9 @@ def _rates(text: str | None) -> list[float]:
         return [] if text is None else [float(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(f"`{text}` is no rate", hint="use `--bpw 4.0`, or several as `--bpw 3.0,4.0`") from error
+
+
+def _is_left_out(context: typer.Context, option: str) -> bool:
+    """Whether an option has its default because nobody gave another."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "DEFAULT"

@@ -32,6 +32,7 @@ from quantkit.commands.quantize_job import (
 )
 from quantkit.commands.quantize_report import Calibration, Cost, Damage, Gradients, QuantizeReport
 from quantkit.commands.quantize_steps import put_together, solve_steps, solved_blocks
+from quantkit.commands.quantize_target import fit_target
 from quantkit.commands.resumption import (
     Finished,
     facts_of,
@@ -91,6 +92,7 @@ def run(
         Job(job_place(settings.job, writer.path, checkpoint.path)) as kept,
     ):
         subject = open_subject(checkpoint, settings if effort.calibrates else None, placement)
+        settings = fit_target(settings, subject, progress)
         unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
         model = identify(checkpoint, kept.hints.get("model"))
         facts = facts_of("quantize", settings, subject, model)

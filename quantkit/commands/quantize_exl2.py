@@ -10,6 +10,7 @@ from quantkit.commands.quantize_job import Subject
 from quantkit.commands.quantize_recipe import Exl2Recipe, GptqRecipe, Recipe
 from quantkit.commands.quantize_rules import Rule, read_rules
 from quantkit.commands.sensitivity import BackwardPass
+from quantkit.consumers import TARGETS
 from quantkit.errors import UsageError
 from quantkit.formats.gptq import GptqCodec
 from quantkit.job.job import Job
@@ -30,6 +31,8 @@ def check_format(settings: QuantizeSettings) -> None:
     """Raises FormatError for a width or group size that the format lacks, UsageError for options that do not go
     together."""
     plain = QuantizeSettings(settings.model, settings.out)
+    if settings.target is not None:
+        _check_target(settings.target, settings.format)
     if settings.format == "gptq":
         _refuse_others(settings, plain, EXL2_OPTIONS, "use `--format exl2` with it")
         if settings.act_order and settings.group_aware:
@@ -49,6 +52,16 @@ def check_format(settings: QuantizeSettings) -> None:
         raise UsageError(f"unknown format `{settings.format}`", hint="use `--format gptq` or `--format exl2`")
 
 
+def _check_target(target: str, form: str) -> None:
+    """What can be said of a target without a model: EXL2 has one reader."""
+    if target not in TARGETS:
+        raise UsageError(f"unknown target `{target}`", hint=f"use `--target` {', '.join(TARGETS)}")
+    if form == "exl2" and target != "exllamav2":
+        raise UsageError(
+            f"`--target {target}` does not read EXL2", hint="use `--format gptq`, or `--target exllamav2`"
+        )
+
+
 def choose_recipe(
     settings: QuantizeSettings,
     subject: Subject,
@@ -61,7 +74,7 @@ def choose_recipe(
     Raises PlanError for a measurement or a plan of another model, and for a budget out of reach.
     """
     if settings.format == "gptq":
-        return _choose_gptq(settings, subject)
+        return choose_gptq(settings, subject)
     if settings.plan is not None:
         mixes = MixPlan.load(settings.plan)
         mixes.require(fingerprint(subject.checkpoint), settings.model)
@@ -84,7 +97,7 @@ def choose_recipe(
     return Exl2Recipe(mixes)
 
 
-def _choose_gptq(settings: QuantizeSettings, subject: Subject) -> GptqRecipe:
+def choose_gptq(settings: QuantizeSettings, subject: Subject) -> GptqRecipe:
     """Raises UsageError for what cannot be done with the head of this model."""
     tied = subject.config.tie_embeddings
     if settings.lm_head and tied and not settings.untie_head:

@@ -139,8 +139,8 @@ class RecommendReport:
         ]
         fit = self.chosen
         if fit is None:
-            need = f"{self.least.rate.name} with {self.least.kv.name} needs {self.least.need.total / GIB:.1f} GiB"
-            rows += [["recommended", "nothing fits"], ["the least", need]]
+            least = f"{self.least.rate.name} with {self.least.kv.name} needs {self.least.need.total / GIB:.1f} GiB"
+            rows += [["recommended", "nothing fits"], ["the least", least]]
             if self.longest is not None:
                 rows.append(["what would fit", f"{self.longest:,} positions with these"])
             return rows
