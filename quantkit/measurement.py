@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.durable import sync_folder, write_file
 from quantkit.errors import PlanError
 
 KIND, VERSION = "quantkit measurement", 1
@@ -178,11 +179,14 @@ def require_place(path: Path) -> None:
 
 
 def save_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Through a temporary file beside it. Raises PlanError when it cannot be written."""
+    """Through a temporary file beside it: on the disk when this returns. Raises PlanError when it cannot be written."""
     part = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        part.unlink(missing_ok=True)
+        write_file(part, text.encode())
         part.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
         hint = "choose another place with `-o`"
         raise PlanError(f"`{path}` cannot be written: {error.strerror}", hint=hint) from error

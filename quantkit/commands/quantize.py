@@ -7,6 +7,7 @@ compared with what was solved before it takes its place, and measured against th
 
 import re
 import time
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from quantkit.commands.quantize_job import (
     require_finite,
     stored_bits,
 )
+from quantkit.commands.quantize_needs import disk_needs, require_space
 from quantkit.commands.quantize_report import Calibration, Cost, Damage, Gradients, QuantizeReport
 from quantkit.commands.quantize_steps import put_together, solve_steps, solved_blocks
 from quantkit.commands.quantize_target import fit_target
@@ -101,19 +103,18 @@ def run(
             if found is not None and not settings.restart:
                 if kept.facts == facts:
                     kept.complete()
-                return found
+                return replace(found, out=settings.out)
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         gradients = cache(partial(backward, subject, kept, settings.seed, progress))
         recipe = choose_recipe(settings, subject, kept, gradients, progress)
         job = prepare(
             subject,
             recipe,
-            writer.path,
             settings.strict,
-            weighs=effort.weighs,
             hessian_dtype=hessian_dtype,
             route_all=settings.route_all,
         )
+        require_space(disk_needs(job, weighs=effort.weighs), writer.path, kept.path)
         _announce(job, kept, progress)
         require_finite(checkpoint, progress)
         weighed = gradients() if effort.weighs else None

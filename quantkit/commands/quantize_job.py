@@ -1,8 +1,6 @@
 """What a quantization knows before it begins: source, plan, arithmetic and text, with all checks that come first."""
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -23,7 +21,7 @@ from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
 
 SPILL_BYTES = 256 << 20
-"""Hidden states beyond this live in files beside the output."""
+"""Hidden states of a backward pass beyond this live in files of the job."""
 BACKWARD_TOKENS = 8192
 SCANNED_VALUES = 1 << 24
 
@@ -80,12 +78,6 @@ class Subject:
     def parameters(self) -> int:
         """Weights of the model, a tied head not counted twice."""
         return sum(torch.Size(shape).numel() for shape in self.architecture.tensors(self.config).values())
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Hidden states that are too many for the memory; 0 where they are not."""
-        size = self.rows.numel() * self.config.hidden_size * torch.float32.itemsize
-        return size if size > SPILL_BYTES else 0
 
     @property
     def backward_rows(self) -> Tensor:
@@ -148,15 +140,12 @@ def open_subject(checkpoint: Checkpoint, text: TextChoice | None, placement: Pla
 def prepare(
     subject: Subject,
     recipe: Recipe,
-    out: Path,
     strict: bool,
     *,
-    weighs: bool,
     hessian_dtype: torch.dtype = torch.float32,
     route_all: bool = False,
 ) -> QuantizeJob:
-    """Every check of a plan, with a backward pass to come if `weighs`. Raises the error of whatever is not as it must
-    be."""
+    """Every check of a plan. Raises the error of whatever is not as it must be."""
     if route_all and subject.config.experts is None:
         raise UsageError("`--route-all` has no meaning: this model has no experts", hint="leave it out")
     plan = recipe.plan(subject.linears, subject.head, subject.stored_bits)
@@ -167,8 +156,6 @@ def prepare(
             f"`{subject.checkpoint.path}` has no linear that can be quantized: {plan.dense[0].dense_because}",
             hint="use another format",
         )
-    spilled = max(subject.spilled_bytes, subject.backward_spilled_bytes if weighs else 0)
-    _require_space(plan, subject, spilled, out)
     return QuantizeJob(subject, plan, recipe, hessian_dtype, route_all)
 
 
@@ -226,19 +213,6 @@ def _require_known(rows: Tensor, config: ModelConfig) -> None:
             f"the tokenizer gives id {int(rows.max())}, the model knows {config.vocab_size} ids: "
             "they do not belong together",
             hint="copy the tokenizer files of the original model into the folder",
-        )
-
-
-def _require_space(plan: Plan, subject: Subject, spilled_bytes: int, out: Path) -> None:
-    """Raises CheckpointError when the result, and hidden states that go to the disk, would not fit."""
-    before = sum(stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
-    after = sum(linear.stored_bits for linear in plan.work) // 8 + (0 if plan.head else plan.added_bits // 8)
-    needed = subject.checkpoint.stored_bytes - before + after + spilled_bytes
-    free = shutil.disk_usage(out.parent).free
-    if needed > free:
-        raise CheckpointError(
-            f"`{out}` needs {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free there",
-            hint="free some space there, or choose another disk with `-o`",
         )
 
 

@@ -99,7 +99,7 @@ def result_document(facts: Facts, receipt: Receipt, bits_per_weight: float) -> d
 def read_result(folder: Path) -> dict[str, Any] | None:
     """What `result_document` gave; None where there is none, or nothing that can be read."""
     try:
-        found = read_json(folder / RESULT_FILE)
+        found = read_json(Path(os.path.expanduser(folder)) / RESULT_FILE)  # noqa: PTH111 - as `-o` is read
     except QuantkitError:
         return None
     valid = found.get("kind") == KIND and found.get("version") == VERSION and isinstance(found.get("facts"), dict)

@@ -1,0 +1,72 @@
+"""What a quantization takes of the disk: for the result, and for the job until the result is complete."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint.shard import COMPACT_BYTES, HEADER_ROOM
+from quantkit.checkpoint.writer import SHARD_BYTES
+from quantkit.commands.quantize_job import QuantizeJob, Subject, stored_bits
+from quantkit.errors import CheckpointError
+
+HEADER_ENTRY_BYTES, TENSORS_OF_LINEAR = 120, 3
+"""About what a header says of one tensor, and by how many tensors a linear grows."""
+NOTE_BYTES = 1200
+"""About what headers and journal of a job say of one linear."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNeeds:
+    """Bytes; those of the job at its largest."""
+
+    result: int
+    job: int
+
+
+def disk_needs(job: QuantizeJob, *, weighs: bool) -> DiskNeeds:
+    """`weighs` where gradients are to be found, whose pass keeps states of its own."""
+    plan, subject = job.plan, job.subject
+    before = sum(stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
+    work = sum(linear.stored_bits for linear in plan.work) // 8
+    data = subject.checkpoint.stored_bytes - before + work + (0 if plan.head else plan.added_bits // 8)
+    side = sum(file.stat().st_size for file in subject.checkpoint.side_files() if file.is_file())
+    states = 2 * states_bytes(subject)
+    backward = subject.backward_spilled_bytes if weighs else 0
+    return DiskNeeds(data + _headers(job, data) + side, max(work + NOTE_BYTES * len(plan.work) + states, backward))
+
+
+def require_space(needs: DiskNeeds, out: Path, job: Path) -> None:
+    """Raises CheckpointError where result and job do not fit; what the job has written already is not needed again."""
+    written = sum(path.stat().st_size for path in job.rglob("*") if path.is_file()) if job.exists() else 0
+    left = max(0, needs.job - written)
+    if _existing(out).stat().st_dev == _existing(job).stat().st_dev:
+        _require(needs.result + left, out, f"`{out}` and its job need", "`-o` or `--job`")
+    else:
+        _require(needs.result, out, f"`{out}` needs", "`-o`")
+        _require(left, job, f"the job `{job}` needs", "`--job`")
+
+
+def _require(size: int, place: Path, what: str, option: str) -> None:
+    free = shutil.disk_usage(_existing(place)).free
+    if size > free:
+        raise CheckpointError(
+            f"{what} {size / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free there",
+            hint=f"free some space there, or choose another disk with {option}",
+        )
+
+
+def states_bytes(subject: Subject) -> int:
+    """The hidden states of all calibration tokens."""
+    return subject.rows.numel() * subject.config.hidden_size * torch.float32.itemsize
+
+
+def _headers(job: QuantizeJob, data: int) -> int:
+    if data >= COMPACT_BYTES:
+        return HEADER_ROOM * -(-data // SHARD_BYTES)
+    return HEADER_ENTRY_BYTES * (len(job.subject.checkpoint.names()) + TENSORS_OF_LINEAR * len(job.plan.work))
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.parents) if parent.exists())
