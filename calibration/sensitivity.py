@@ -6,7 +6,7 @@ and one for each token. A rounded weight errs in proportion to its input, so the
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,6 +20,8 @@ from quantkit.models.source import Device, Source
 from quantkit.progress import Progress
 
 GRADIENT_SHARE = 0.25
+CHUNK_OUTPUTS = 512
+"""Outputs of a linear that know of each other: a covariance of all would be larger than many a weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,13 +43,16 @@ class TokenWeights:
 class Sensitivity:
     """What a backward pass over `tokens` tokens has found. What no token reached is not in it.
 
-    outputs  by linear: Σ_t g_tn² |x_t|² / tokens of each output n, float64 [out]
-    stages   by stage
+    outputs      by linear: Σ_t g_tn² |x_t|² / tokens of each output n, float64 [out]
+    stages       by stage
+    covariances  by linear: Σ_t |x_t|² g_t g_tᵀ / tokens, of which only chunks of neighbouring outputs are kept, as
+                 `chunk_sizes` cuts them: bfloat16 [c, c] each
     """
 
     tokens: int
     outputs: Mapping[str, Tensor]
     stages: Mapping[str, TokenWeights]
+    covariances: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def counts(self, stage: str, total: int, share: float = GRADIENT_SHARE) -> Tensor | None:
         """How often each token should count, of a text of `total` tokens that begins with those measured.
@@ -61,6 +66,12 @@ class Sensitivity:
         counts = torch.full((total,), 1 - share)
         counts[found.tokens] += share * total / self.tokens * found.weights
         return counts
+
+
+def chunk_sizes(outputs: int) -> list[int]:
+    """As few chunks as CHUNK_OUTPUTS allows, of equal size but for one output more in the first ones."""
+    count = -(-outputs // CHUNK_OUTPUTS)
+    return [outputs // count + (number < outputs % count) for number in range(count)]
 
 
 def measure(
@@ -82,7 +93,12 @@ def measure(
     stages: dict[str, _Squares] = {}
 
     def watch(found: StageGradients) -> None:
-        stages.setdefault(found.stage.name, _Squares(found.stage)).add(found)
+        if found.stage.name not in stages:
+            for name, squares in stages.items():
+                if not _same_block(name, found.stage.name):
+                    squares.settle(rows.numel())
+            stages[found.stage.name] = _Squares(found.stage)
+        stages[found.stage.name].add(found)
 
     run_backward(
         source,
@@ -100,6 +116,9 @@ def measure(
         tokens=rows.numel(),
         outputs={name: sums / rows.numel() for squares in stages.values() for name, sums in squares.outputs.items()},
         stages={name: squares.token_weights() for name, squares in stages.items()},
+        covariances={
+            name: chunks for squares in stages.values() for name, chunks in squares.covariances(rows.numel()).items()
+        },
     )
 
 
@@ -108,6 +127,8 @@ class _Squares:
 
     def __init__(self, stage: Stage) -> None:
         self.outputs: dict[str, Tensor] = {}
+        self._sums: dict[str, list[Tensor]] = {}
+        self._settled: dict[str, tuple[Tensor, ...]] | None = None
         self._linears: dict[str, list[Tensor]] = {name: [] for name in stage.linears}
         self._energies: list[Tensor] = []
         self._tokens: list[Tensor] = []
@@ -121,13 +142,39 @@ class _Squares:
                 raise CalibrationError(f"the gradients at `{name}` are not finite", hint="use `--dtype fp32`")
             self.outputs[name] = self.outputs.get(name, 0) + sums
             squares.append(own.sum(1).cpu())
+            self._add_covariance(name, gradients * energies.sqrt()[:, None])
         self._energies.append(energies.cpu())
         self._tokens.append(found.tokens)
+
+    def settle(self, tokens: int) -> None:
+        """Nothing more is to come: keep covariances small."""
+        if self._settled is None:
+            sums = self._sums.items()
+            self._settled = {name: tuple((chunk / tokens).bfloat16() for chunk in chunks) for name, chunks in sums}
+            self._sums = {}
+
+    def covariances(self, tokens: int) -> dict[str, tuple[Tensor, ...]]:
+        self.settle(tokens)
+        assert self._settled is not None
+        return self._settled
+
+    def _add_covariance(self, name: str, rows: Tensor) -> None:
+        """Of the sums, the chunks on the diagonal."""
+        parts = rows.split(chunk_sizes(rows.shape[1]), dim=1)
+        if name not in self._sums:
+            self._sums[name] = [rows.new_zeros(part.shape[1], part.shape[1]) for part in parts]
+        for chunk, part in zip(self._sums[name], parts, strict=True):
+            chunk.addmm_(part.T, part)
 
     def token_weights(self) -> TokenWeights:
         energies = torch.cat(self._energies).double()
         weights = torch.stack([_scaled(torch.cat(squares).double(), energies) for squares in self._linears.values()])
         return TokenWeights(weights.mean(0).float(), torch.cat(self._tokens))
+
+
+def _same_block(first: str, second: str) -> bool:
+    """Whether two stages, named as `model.layers.3.mlp.up`, are of one block."""
+    return first.split(".")[:3] == second.split(".")[:3]
 
 
 def _scaled(squares: Tensor, energies: Tensor) -> Tensor:

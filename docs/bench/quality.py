@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -86,11 +86,15 @@ def _patched(module: object, name: str, value: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rung:
-    """tokens: which of them a Hessian listens to, `all`, `norm` or `gradient`; None is no Hessian."""
+    """
+    tokens   which of them a Hessian listens to, `all`, `norm` or `gradient`; None is no Hessian
+    outputs  make up for each other, as the covariance of their gradients says
+    """
 
     name: str
     codec: type[GptqCodec]
     tokens: str | None
+    outputs: bool = False
 
 
 LADDER = (
@@ -102,7 +106,8 @@ LADDER = (
     Rung("0 + 3: token norms alone", Plain, "norm"),
     Rung("0 + 4: gradients alone", Plain, "gradient"),
     Rung("0 + 1 + 2 + 3: `fast`", GptqCodec, "norm"),
-    Rung("0 + 1 + 2 + 4: `default`", GptqCodec, "gradient"),
+    Rung("0 + 1 + 2 + 4: gradients", GptqCodec, "gradient"),
+    Rung("0 + 1 + 2 + 4 + outputs: `default`", GptqCodec, "gradient", outputs=True),
 )
 
 
@@ -201,10 +206,11 @@ def ladder(asked: argparse.Namespace) -> None:
             continue
         codec = rung.codec(bits=asked.bits, group_size=asked.group_size)
         found = {"all": equal, "gradient": gradients}.get(rung.tokens)
+        found = found if found is None or rung.outputs else replace(found, covariances={})
         model, spent = timed(lambda: bench.quantize(codec, found, calibrates=rung.tokens is not None))  # noqa: B023
         spent += spent_on_gradients if rung.tokens == "gradient" else 0
-        found = divergence.compare(bench.reference(), model, windows)
-        print(line(rung.name, found, f"{spent:.0f}"), flush=True)
+        damage = divergence.compare(bench.reference(), model, windows)
+        print(line(rung.name, damage, f"{spent:.0f}"), flush=True)
 
 
 def tokens(asked: argparse.Namespace) -> None:

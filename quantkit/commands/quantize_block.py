@@ -1,9 +1,10 @@
 """One block: solve its linears with the Hessians of their inputs, stage after stage."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from quantkit.models.linear import Linear
 from quantkit.models.transformer import Block, Head, Rotary
 from quantkit.solver.gptq import solve_together
 from quantkit.solver.inverse import DAMPING
+from quantkit.solver.outputs import Chunk, factor_outputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +55,9 @@ def solve_block(
         if name in codecs and (whole := codecs[name].whole_groups(linear.in_features)) is not None
     }
     stages = ready_stages(block, stream, rotary, codecs, sensitivity, groups, dtype=hessian_dtype, route_all=route_all)
+    known = {} if sensitivity is None else sensitivity.covariances
     for ready in stages:
-        yield from solve_stage(block.linears, ready, codecs)
+        yield from solve_stage(block.linears, ready, codecs, known)
 
 
 def round_block(block: Block, codecs: Mapping[str, Codec]) -> Iterator[SolvedLinear]:
@@ -82,9 +85,15 @@ def solve_head(
 
 
 def solve_stage(
-    linears: Mapping[str, Linear], ready: ReadyStage, codecs: Mapping[str, Codec]
+    linears: Mapping[str, Linear],
+    ready: ReadyStage,
+    codecs: Mapping[str, Codec],
+    covariances: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
 ) -> Iterator[SolvedLinear]:
-    """Solve linears that read one input, those of equal codecs side by side."""
+    """Solve linears that read one input, those of equal codecs side by side.
+
+    covariances  of the gradients at their outputs, where they are known; see `Sensitivity`
+    """
     found = ready.factor
     fallback = (found and found.fallback) or ready.fallback
     alike: dict[Codec, list[str]] = {}
@@ -92,7 +101,8 @@ def solve_stage(
         alike.setdefault(codecs[name], []).append(name)
     for codec, names in alike.items():
         with naming("`, `".join(names)):
-            solutions = solve_together([linears[name].weight() for name in names], found, codec)
+            weights = [linears[name].weight() for name in names]
+            solutions = solve_together(weights, found, codec, _outputs(names, covariances))
         for name, solution in zip(names, solutions, strict=True):
             with naming(name):
                 stored = codec.encode(solution.codes, linears[name].stored.bias)
@@ -111,6 +121,15 @@ def solve_stage(
                 fallback=fallback,
             )
             yield SolvedLinear(stored, solution.codes.dequantize(), result)
+
+
+def _outputs(
+    names: Sequence[str], covariances: Mapping[str, Sequence[Tensor]]
+) -> list[tuple[Chunk, ...]] | None:
+    """None where the gradients say nothing of one of the linears."""
+    chunks = [factor_outputs(covariances[name]) for name in names if name in covariances]
+    known = [found for found in chunks if found is not None]
+    return known if len(known) == len(names) else None
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit import kernels
 from quantkit.formats.codec import Codec, Codes, Grid, Layout
 from quantkit.solver.inverse import Factor
+from quantkit.solver.outputs import Chunk, waves
 
 BLOCK_ROWS = 128
 
@@ -38,8 +39,15 @@ def solve(weight: Tensor, factor: Factor | None, codec: Codec) -> Solution:
     return solve_together([weight], factor, codec)[0]
 
 
-def solve_together(weights: Sequence[Tensor], factor: Factor | None, codec: Codec) -> list[Solution]:
+def solve_together(
+    weights: Sequence[Tensor],
+    factor: Factor | None,
+    codec: Codec,
+    outputs: Sequence[Sequence[Chunk]] | None = None,
+) -> list[Solution]:
     """Round weights that read the same input, each float32 [in, out_i], in one pass.
+
+    outputs  of each weight, where its outputs are to make up for each other; see `outputs.factor_outputs`
 
     Rows are processed in the order of the factor. A codec without act-order keeps groups of consecutive features, and
     their grids are fitted beforehand to the weights as they are. With act-order a group is a run of rows in
@@ -50,7 +58,7 @@ def solve_together(weights: Sequence[Tensor], factor: Factor | None, codec: Code
     """
     if factor is None:
         return [_round_to_nearest(weight, codec) for weight in weights]
-    rounding = _Rounding(weights, factor)
+    rounding = _Rounding(weights, factor, outputs)
     layout = codec.layout(len(factor.order))
     whole = codec.whole_groups(len(factor.order))
     if codec.act_order or whole is not None:
@@ -79,7 +87,9 @@ def _keeps_together(order: Tensor, groups: Tensor, layout: Layout) -> bool:
 class _Rounding:
     """The state of one pass: weights side by side and in processing order, their codes and errors so far."""
 
-    def __init__(self, weights: Sequence[Tensor], factor: Factor) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], factor: Factor, outputs: Sequence[Sequence[Chunk]] | None = None
+    ) -> None:
         widths = [weight.shape[1] for weight in weights]
         self.columns = [slice(sum(widths[:i]), sum(widths[: i + 1])) for i in range(len(widths))]
         self.factor = factor
@@ -89,6 +99,7 @@ class _Rounding:
         self._lost = torch.zeros(sum(widths), dtype=torch.float64, device=self.weight.device)
         self._energy = torch.zeros_like(self._lost)
         self._backend = kernels.backend(self.weight.device.type)
+        self._waves = None if outputs is None else tuple(waves(outputs))
 
     def target(self, start: int, end: int) -> Tensor:
         """Rows plus the feedback of all rows before `start`: W + B E."""
@@ -113,15 +124,37 @@ class _Rounding:
         square = self.factor.lower[start:end, start:end]
         scales = torch.stack([torch.cat([grid.scale for grid in side_by_side]) for side_by_side in grids])
         zeros = torch.stack([torch.cat([grid.zero for grid in side_by_side]) for side_by_side in grids])
-        q, errors = self._backend.solve_rows(rows, target, square, group, scales, zeros, grids[0][0].top)
+        top = grids[0][0].top
+        if self._waves is None:
+            q, errors = self._backend.solve_rows(rows, target, square, group, scales, zeros, top)
+            # (B E)_j = t_j - ŵ_j, what rounding alone did to row j, and (B W)_j: D weighs the squares of both.
+            missed = torch.addmm(target - rows, square, errors)
+        else:
+            q, errors, missed = self._round_waves(rows, target, square, group, scales, zeros, top)
         self.q[start:end] = q
         self._errors[start:end] = errors
-        # (B E)_j = t_j - ŵ_j, what rounding alone did to row j, and (B W)_j: D weighs the squares of both.
-        missed = torch.addmm(target - rows, square, errors)
         whole = self.factor.lower[start:end, :end] @ self.weight[:end]
         pivots = self.factor.pivots[start:end, None]
         self._lost += _column_squares(missed, pivots)
         self._energy += _column_squares(whole, pivots)
+
+    def _round_waves(
+        self, rows: Tensor, target: Tensor, square: Tensor, group: Tensor, scales: Tensor, zeros: Tensor, top: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, errors E and B E of some rows, where each wave of outputs takes over B E of those before it."""
+        assert self._waves is not None
+        q = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+        errors, missed = torch.empty_like(rows), torch.empty_like(rows)
+        for wave in self._waves:
+            own, before = rows[:, wave.outputs], target[:, wave.outputs]
+            wanted = before.clone()
+            for place, sources, lower in wave.sources:
+                wanted[:, place].addmm_(missed[:, sources], lower.T)
+            grids = scales[:, wave.outputs], zeros[:, wave.outputs]
+            q[:, wave.outputs], found = self._backend.solve_rows(own, wanted, square, group, *grids, top)
+            errors[:, wave.outputs] = found
+            missed[:, wave.outputs] = torch.addmm(before - own, square, found)
+        return q, errors, missed
 
     def losses_and_energies(self) -> tuple[Tensor, Tensor]:
         """The diagonals of Eᵀ H E and Wᵀ H W, float64, without the ridge that damping put into B and D."""

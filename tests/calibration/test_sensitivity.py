@@ -122,3 +122,31 @@ def test_counts_of_an_expert_are_those_of_its_tokens() -> None:
     found = Sensitivity(4, {}, {"stage": TokenWeights(torch.tensor([1.0, 3.0]), torch.tensor([3, 1]))})
     assert found.counts("stage", 6, share=0.5).tolist() == [0.5, 0.5 + 0.75 * 3, 0.5, 0.5 + 0.75, 0.5, 0.5]
     assert found.counts("another", 6) is None
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "MixtralForCausalLM"])
+def test_covariances_of_output_gradients(family: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(gradients, "BATCH_TOKENS", 40)
+    monkeypatch.setattr(sensitivity, "CHUNK_OUTPUTS", 48)
+    path = tiny.write_model(tmp_path / "model", family, tokenizer=False)
+    result, found = measure(path), observe(path)
+    assert list(result.covariances) == list(result.outputs)
+    for batches in found.values():
+        energies = torch.cat([seen.inputs for seen in batches]).double().square().sum(1)
+        for number, linear in enumerate(batches[0].stage.linears):
+            rows = torch.cat([seen.outputs[number] for seen in batches]).double()
+            whole = sum(energy * torch.outer(row, row) for energy, row in zip(energies, rows, strict=True)) / 120
+            assert [len(chunk) for chunk in result.covariances[linear]] == sensitivity.chunk_sizes(len(whole))
+            start = 0
+            for chunk in result.covariances[linear]:
+                end = start + len(chunk)
+                difference = chunk.double() - whole[start:end, start:end]
+                assert difference.norm() <= 5e-3 * whole[start:end, start:end].norm()  # bfloat16
+                assert torch.equal(chunk, chunk.T)
+                start = end
+            assert start == len(whole)
+
+
+def test_chunks_are_as_few_and_as_equal_as_can_be() -> None:
+    assert sensitivity.chunk_sizes(512) == [512] and sensitivity.chunk_sizes(576) == [288, 288]
+    assert sensitivity.chunk_sizes(1537) == [385, 384, 384, 384] and sensitivity.chunk_sizes(1) == [1]
