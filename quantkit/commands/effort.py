@@ -13,15 +13,23 @@ class Effort:
     """One preset.
 
     calibrates  text runs through the model, and errors are passed on to where they do least harm
-    weighs      gradients say which tokens matter; else all do, those of small norm a little more than the rest
+    weighs      gradients say which tokens and outputs matter; else all do, tokens of small norm a little more than the
+                rest
+    tunes       scales and norms follow the gradient of KL after the rounding
     """
 
     name: str
     calibrates: bool = True
     weighs: bool = False
+    tunes: bool = False
 
 
-_ALL = (Effort("nearest", calibrates=False), Effort("fast"), Effort("default", weighs=True))
+_ALL = (
+    Effort("nearest", calibrates=False),
+    Effort("fast"),
+    Effort("default", weighs=True),
+    Effort("best", weighs=True, tunes=True),
+)
 EFFORTS = {effort.name: effort for effort in _ALL}
 HESSIAN_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -29,11 +37,14 @@ HESSIAN_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 def choose_effort(settings: QuantizeSettings) -> Effort:
     """Raises UsageError for a preset that there is not, and for options that it cannot use."""
     name = settings.effort
-    if name == "best":
-        raise UsageError("`--effort best` does not exist yet", hint="use `--effort default`")
     if name not in EFFORTS:
         raise UsageError(f"unknown effort `{name}`", hint=f"use `--effort` with one of {', '.join(EFFORTS)}")
     effort = EFFORTS[name]
+    if effort.tunes and settings.format == "exl2":
+        raise UsageError(
+            f"`--effort {name}` has no meaning with `--format exl2`: its scales are codes, which cannot be tuned",
+            hint="use `--effort default`",
+        )
     if not effort.calibrates:
         if settings.format == "exl2":
             raise UsageError(

@@ -33,8 +33,9 @@ from quantkit.commands.quantize_job import (
 )
 from quantkit.commands.quantize_needs import disk_needs, require_space
 from quantkit.commands.quantize_report import Calibration, Cost, Damage, Gradients, QuantizeReport
-from quantkit.commands.quantize_steps import put_together, solve_steps, solved_blocks
+from quantkit.commands.quantize_steps import UNCHANGED, put_together, solve_steps, solved_blocks
 from quantkit.commands.quantize_target import fit_target
+from quantkit.commands.quantize_tuning import tune_result
 from quantkit.commands.resumption import (
     Finished,
     facts_of,
@@ -119,7 +120,8 @@ def run(
         require_finite(checkpoint, progress)
         weighed = gradients() if effort.weighs else None
         solve_steps(job, kept, weighed.found if weighed else None, progress)
-        results, receipt = put_together(job, kept, writer)
+        changes, tuning = tune_result(job, kept, settings.seed, progress) if effort.tunes else (UNCHANGED, None)
+        results, receipt = put_together(job, kept, writer, changes)
         files = _finish(job, writer, receipt, facts, settings.calibration)
         kept.complete()
     spent = _spent_since(start)
@@ -145,6 +147,7 @@ def run(
         gradients=Gradients(weighed.found.tokens, weighed.seconds, weighed.cpu_seconds) if weighed else None,
         cost=Cost(*spent, *(_spent_since(start) if settings.evaluate else spent)),
         damage=damage,
+        tuning=tuning,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from quantkit.commands.evaluate_report import json_number
 from quantkit.plan import Plan, kind_of
 
+UNTUNED = "tuning was no gain on unseen text: scales and norms are those of `--effort default`"
 WAYS = ("own", "all", "none")
 EXPERT_COLUMNS = ["block", "experts", "fewest", "median", "most", "solved with own", "with all tokens", "rounded"]
 
@@ -67,6 +68,28 @@ class Calibration:
     seed: int
     device: str
     dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What tuning of scales and norms has changed on text that calibration never sees, in mean KL, and what it cost."""
+
+    passes: int
+    tokens: int
+    course: tuple[float, ...]
+    kl_before: float
+    kl_after: float
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def kept(self) -> bool:
+        return self.kl_after < self.kl_before
+
+    def rows(self) -> list[list[str]]:
+        what = f"{self.passes} passes over {self.tokens:,} tokens, {self.seconds:.0f} s, CPU {self.cpu_seconds:.0f} s"
+        change = f"KL {self.kl_before:.4f} before, {self.kl_after:.4f} after"
+        return [["tuning", f"{what}; {change}{'' if self.kept else ': not kept'}"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +180,7 @@ class QuantizeReport:
     gradients: Gradients | None
     cost: Cost
     damage: Damage | None
+    tuning: Tuning | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -193,7 +217,8 @@ class QuantizeReport:
             )
             if text
         )
-        return [*self.plan.remarks(), *(f"`{name}`: {text}" for name, text in degraded)]
+        tuning = [] if self.tuning is None or self.tuning.kept else [UNTUNED]
+        return [*self.plan.remarks(), *(f"`{name}`: {text}" for name, text in degraded), *tuning]
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of each table for people."""
@@ -218,6 +243,7 @@ class QuantizeReport:
             ["effort", self.effort],
             ["calibration", f"{text.source}, {text.rows} × {text.length} tokens, {text.dtype}"],
             *([] if self.gradients is None else self.gradients.rows()),
+            *([] if self.tuning is None else self.tuning.rows()),
             *self.cost.rows(),
         ]
         return rows if self.damage is None else rows + self.damage.rows()
@@ -267,6 +293,7 @@ class QuantizeReport:
             "remarks": self.remarks(),
             "calibration": asdict(self.calibration),
             "gradients": None if self.gradients is None else asdict(self.gradients),
+            "tuning": None if self.tuning is None else {**asdict(self.tuning), "kept": self.tuning.kept},
             **asdict(self.cost),
             "evaluation": None if self.damage is None else self.damage.as_json(),
         }

@@ -4,8 +4,8 @@ A step has the tensors of its linears as they go to the disk, the lines of the r
 together from the steps at the end, so that it is the same however often the work was taken up.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,21 @@ from quantkit.progress import Progress, Task
 WALK, HEAD_STEP = "quantize", "quantize head"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Changes:
+    """What has been changed in a result before it is put together.
+
+    tensors  by name on the disk
+    weights  `digest_of_values` of what each linear then decodes to
+    """
+
+    tensors: Mapping[str, Tensor]
+    weights: Mapping[str, str]
+
+
+UNCHANGED = Changes({}, {})
+
+
 @torch.inference_mode()
 def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, progress: Progress) -> None:
     """Every step that `kept` does not have. Nothing of a block outlives its step. Without text its linears are rounded
@@ -41,7 +56,7 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
     has_text, has_head = bool(len(subject.rows)), job.plan.head is not None and not kept.has(HEAD_STEP)
     rotary = Rotary.at(config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
     with progress.task("quantize", total=len(job.plan.work)) as task:
-        if done := sum(len(kept.value(name)["linears"]) for name in _steps(kept)):
+        if done := sum(len(kept.value(name)["linears"]) for name in solved_steps(kept)):
             task.advance(done, note="done before")
         stream: ActivationStream | None = None
         if has_text and (walk.done < config.num_layers or has_head):
@@ -86,28 +101,31 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
         kept.keep_states()
 
 
-def put_together(job: QuantizeJob, kept: Job, writer: CheckpointWriter) -> tuple[list[LinearResult], Receipt]:
-    """Hands the tensors of all steps to the writer, then every other tensor as it is.
+def put_together(
+    job: QuantizeJob, kept: Job, writer: CheckpointWriter, changes: Changes = UNCHANGED
+) -> tuple[list[LinearResult], Receipt]:
+    """Hands the tensors of all steps to the writer, then every other tensor as it is; what has been changed since, in
+    the place of what it was.
 
     Raises JobError for a step that is damaged.
     """
     results: list[LinearResult] = []
     receipt = Receipt()
-    for name in _steps(kept):
+    for name in solved_steps(kept):
         value = kept.value(name)
         for tensor_name, tensor in kept.tensors(name):
-            _add(writer, receipt, tensor_name, tensor)
+            _add(writer, receipt, tensor_name, changes.tensors.get(tensor_name, tensor))
         for linear, digest in value["weights"].items():
-            receipt.add_weight_digest(linear, digest)
+            receipt.add_weight_digest(linear, changes.weights.get(linear, digest))
         results += [LinearResult(**found) for found in value["linears"]]
     job.plan.check_done(result.name for result in results)
-    _pass_through(job, writer, receipt)
+    _pass_through(job, writer, receipt, changes)
     return results, receipt
 
 
 def solved_blocks(kept: Job) -> int:
     """Blocks that are solved."""
-    return sum(name != HEAD_STEP for name in _steps(kept))
+    return sum(name != HEAD_STEP for name in solved_steps(kept))
 
 
 class _Found:
@@ -141,7 +159,7 @@ class _Found:
         return {"linears": self._linears, "weights": self._weights, "states": seal}
 
 
-def _steps(kept: Job) -> Iterator[str]:
+def solved_steps(kept: Job) -> Iterator[str]:
     """Those that are done, in the order of the result."""
     index = 0
     while kept.has(f"{WALK} {index}"):
@@ -156,7 +174,7 @@ def _add(writer: CheckpointWriter, receipt: Receipt, name: str, tensor: Tensor) 
     receipt.add(name, tensor)
 
 
-def _pass_through(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt) -> None:
+def _pass_through(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, changes: Changes) -> None:
     """Every other tensor as it is; a tied head, which some files hold a second time, only once."""
     checkpoint = job.subject.checkpoint
     replaced = {name for linear in job.plan.quantized for name in checkpoint.tensors_of(linear.name)}
@@ -164,6 +182,6 @@ def _pass_through(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt) 
         replaced.update(name for name in checkpoint.names() if name.startswith(f"{HEAD}."))  # it may be quantized
     for name in checkpoint.names():
         if name not in replaced:
-            _add(writer, receipt, name, checkpoint.tensor(name))
+            _add(writer, receipt, name, changes.tensors.get(name, checkpoint.tensor(name)))
     if job.plan.added_bits and job.plan.head is None:
         _add(writer, receipt, f"{HEAD}.weight", checkpoint.tensor(f"{EMBEDDING}.weight"))

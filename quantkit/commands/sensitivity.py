@@ -1,7 +1,7 @@
 """The backward pass of a command: over how much of its text, where its states live, what it cost."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration import sensitivity
-from quantkit.calibration.sensitivity import Sensitivity, TokenWeights
+from quantkit.calibration.sensitivity import Sensitivity, TokenWeights, chunk_sizes
 from quantkit.commands.quantize_job import Subject
 from quantkit.job.job import Job, Step
 from quantkit.progress import Progress
@@ -85,6 +85,8 @@ def _pack(found: Sensitivity, step: Step) -> dict[str, object]:
     _add(step, "outputs", found.outputs.values(), torch.float64)
     _add(step, "weights", (stage.weights for stage in found.stages.values()), torch.float32)
     _add(step, "tokens", (stage.tokens for stage in found.stages.values()), torch.int64)
+    chunks = [chunk.flatten() for chunks in found.covariances.values() for chunk in chunks]
+    _add(step, "covariances", chunks, torch.bfloat16)
     return {
         "tokens": found.tokens,
         "outputs": {name: len(squares) for name, squares in found.outputs.items()},
@@ -105,4 +107,15 @@ def _unpack(value: dict, tensors: dict[str, Tensor]) -> Sensitivity:
         value["tokens"],
         dict(zip(outputs, squares, strict=True)),
         {name: TokenWeights(*pair) for name, pair in zip(stages, seen, strict=True)},
+        {name: tuple(chunks) for name, chunks in _unpack_covariances(outputs, tensors["covariances"])},
     )
+
+
+def _unpack_covariances(outputs: Mapping[str, int], values: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
+    start = 0
+    for name, count in outputs.items():
+        chunks = []
+        for size in chunk_sizes(count):
+            chunks.append(values[start : start + size * size].view(size, size))
+            start += size * size
+        yield name, chunks

@@ -105,7 +105,7 @@ def test_an_exl2_model_is_measured_and_weighed_in_one_pass(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"effort": "best"}, "`--effort best` does not exist yet"),
+        ({"effort": "best", "format": "exl2", "bpw": 4.0}, "`--effort best` has no meaning with `--format exl2`"),
         ({"effort": "hard"}, "unknown effort `hard`"),
         ({"effort": "nearest", "format": "exl2", "bpw": 4.0}, "`--effort nearest` has no meaning with `--format exl2`"),
         ({"effort": "nearest", "samples": 4}, "`--samples` has no meaning with `--effort nearest`"),
