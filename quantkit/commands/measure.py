@@ -7,8 +7,8 @@ nats of KL, the Fisher form ½ tr(G ΔWᵀ H ΔW).
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,22 @@ from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands.block_hessians import ReadyStage, ready_stages
 from quantkit.commands.block_walk import BlockWalk
+from quantkit.commands.measure_check import (
+    check_prediction,
+    checked_blocks,
+    checked_candidate,
+    coarse_damage,
+    worst_block,
+)
 from quantkit.commands.measure_outline import outline, subject_layouts
+from quantkit.commands.measure_report import MeasureReport
 from quantkit.commands.quantize_block import naming
 from quantkit.commands.quantize_job import Subject, choose_placement, open_subject, require_finite
 from quantkit.commands.resumption import facts_of, job_place
 from quantkit.commands.sensitivity import RunBackward, run_backward
 from quantkit.errors import PlanError
-from quantkit.formats import exl2_layout
-from quantkit.formats.codec import Layout
+from quantkit.formats import exl2, exl2_layout
+from quantkit.formats.codec import Codes, Layout, StoredTensor
 from quantkit.formats.exl2 import Exl2Codec
 from quantkit.job.identity import identify, remembered
 from quantkit.job.job import Facts, Job, differing
@@ -37,7 +45,6 @@ from quantkit.measurement import (
     Candidate,
     MeasuredLinear,
     Measurement,
-    damage_near,
     load_json,
     require_place,
     save_json,
@@ -49,73 +56,6 @@ from quantkit.plan import kind_of
 from quantkit.progress import Progress, Tqdm
 from quantkit.settings import MeasureSettings
 from quantkit.solver.gptq import solve_together
-
-
-@dataclass(frozen=True, slots=True)
-class MeasureReport:
-    """What was measured and where it was written; or that the same command had done so before."""
-
-    out: Path
-    measurement: Measurement
-    finished_before: bool = False
-
-    def kind_rows(self) -> list[list[str]]:
-        """Each kind of linear: the damage of all of them at a few of the layouts. None where linears were measured
-        together, and nothing is known of one alone."""
-        kinds: dict[str, list[tuple[MeasuredLinear, ...]]] = {}
-        for choice in () if self.measurement.together else self.measurement.choices:
-            kinds.setdefault(kind_of(choice[0].name), []).append(choice)
-        return [_damage_row(kind, choices) for kind, choices in kinds.items()]
-
-    def layer_rows(self) -> list[list[str]]:
-        """Each block: the damage of all its linears at the same layouts."""
-        blocks = self.measurement.choices_by_block()
-        return [_damage_row(f"block {number}", choices) for number, choices in blocks.items()]
-
-    def check_rows(self) -> list[list[str]]:
-        """Each block that was checked: what was predicted, what was seen, and their ratio."""
-        return [
-            [
-                f"block {check.block}",
-                f"{check.bits_per_weight:.2f}",
-                str(check.tokens),
-                f"{check.predicted:.5f}",
-                f"{check.seen:.5f}",
-                f"{check.ratio:.2f}",
-            ]
-            for check in self.measurement.checks
-        ]
-
-    def rows(self) -> list[list[str]]:
-        """Name and figure: the summary."""
-        text, linears = self.measurement.calibration, self.measurement.linears
-        dense = self.measurement.dense
-        tokens = f", {text['rows']} × {text['length']} tokens" if "rows" in text else ""
-        return [
-            ["linears", f"{len(linears) - len(dense)} measured, {len(dense)} that EXL2 cannot hold"],
-            ["calibration", f"{text['source']}{tokens}"],
-            ["model", self.measurement.model[:12]],
-            *([["finished before", "by this command: nothing to do"]] if self.finished_before else []),
-        ]
-
-    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Title, columns and rows of each table for people."""
-        columns = ["bits per weight, about", "linears", *(f"{bits:g}" for bits in SHOWN_BITS)]
-        unit = self.measurement.unit
-        tables = [
-            (f"damage by block, {unit}", columns, self.layer_rows()),
-            (f"damage by kind of linear, {unit}", columns, self.kind_rows()),
-            ("prediction against what was seen, nats of KL", CHECK_COLUMNS, self.check_rows()),
-            (str(self.out), ["", ""], self.rows()),
-        ]
-        return [(title, names, rows) for title, names, rows in tables if rows]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"out": str(self.out), "finished_before": self.finished_before, **self.measurement.as_json()}
-
-
-CHECK_COLUMNS = ["one block quantized", "bits/weight", "tokens", "predicted", "seen", "ratio"]
-SHOWN_BITS = (2.3, 3.2, 4.2, 5.2, 6.2)
 
 
 def measure(model: str | Path, out: str | Path, *, progress: Progress | None = None, **options: Any) -> MeasureReport:
@@ -154,7 +94,9 @@ def run(
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         require_finite(checkpoint, progress)
         squares = backward(subject, kept, settings.seed, progress).found.outputs
-        measurement = measure_model(subject, kept, squares, settings.calibration, settings.seed, progress)
+        measurement = measure_model(
+            subject, kept, squares, settings.calibration, settings.seed, progress, check=True
+        )
         save_json(place, {**measurement.as_json(), "made_with": dict(facts)})
         kept.complete()
     return MeasureReport(settings.out, measurement)
@@ -180,13 +122,21 @@ def _finished_before(file: Path, facts: Facts, *, overwrite: bool) -> Measuremen
 
 @torch.inference_mode()
 def measure_model(
-    subject: Subject, job: Job, squares: Mapping[str, Tensor], source: str, seed: int, progress: Progress
+    subject: Subject,
+    job: Job,
+    squares: Mapping[str, Tensor],
+    source: str,
+    seed: int,
+    progress: Progress,
+    *,
+    check: bool = False,
 ) -> Measurement:
     """Every linear of the blocks in every candidate layout.
 
     job      keeps what is measured, one step for each block; those that it has are not measured again
     squares  of the gradients at the outputs of each linear, by `calibration.sensitivity`
     source, seed  where the rows of text come from, to be noted
+    check    compare the predicted damage of a few blocks with what they do to the model
 
     Raises CalibrationError for activations or gradients that are not finite.
     """
@@ -198,9 +148,14 @@ def measure_model(
     squares = _with_unreached(squares, subject)
     device, dtype = subject.placement.device, subject.placement.dtype
     rotary = Rotary.at(subject.config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
+    coarse = {linear.name: checked_candidate(linear).mix for linear in planned.linears if linear.candidates}
+    checked = checked_blocks(subject.config.num_layers) if check else []
     walk = BlockWalk(subject, job, "measure")
+    worst = 0.0
     for index in range(walk.done):
-        found |= _read(job.value(walk.step(index)), specs)
+        done = _read(job.value(walk.step(index)), specs)
+        found |= done
+        worst = max(worst, coarse_damage(done.values()))
     with progress.task("measure", total=len(wanted)) as task:
         if walk.done:
             task.advance(len(wanted & found.keys()), note="done before")
@@ -209,8 +164,9 @@ def measure_model(
             assert stream is not None
             block = load_block(subject.checkpoint, subject.config, subject.architecture, index, dtype, device)
             own: dict[str, MeasuredLinear] = {}
+            kept = _Kept(coarse)
             for ready in ready_stages(block, stream, rotary, wanted):
-                for name, candidates in _measure_stage(block.linears, ready, specs, layouts, squares).items():
+                for name, candidates in _measure_stage(block.linears, ready, specs, layouts, squares, kept).items():
                     spec = specs[name]
                     own[name] = MeasuredLinear(name, spec.in_features, spec.out_features, candidates)
                     task.advance(note=f"block {index}, {kind_of(name)}")
@@ -222,18 +178,48 @@ def measure_model(
 
                 stream, seal = walk.follow(stream, run_block, index)
             with job.step(walk.step(index)) as step:
+                if index in checked or (check and coarse_damage(own.values()) > worst):
+                    for name, tensor in kept.tensors.items():
+                        step.add(name, tensor)
                 step.finish({"linears": _written(own), "states": seal})
             walk.leave(index)
             found |= own
+            worst = max(worst, coarse_damage(own.values()))
     rows, length = subject.rows.shape
     digest = sha256(subject.rows.contiguous().numpy().tobytes()).hexdigest()
     calibration = {"source": source, "rows": rows, "length": length, "seed": seed, "tokens": digest}
+    linears = tuple(found[name] for name in specs)
+    blocks = sorted({*checked, worst_block(linears)}) if check else []
+    perturbed = {index: _stored(job.tensors(walk.step(index)), specs) for index in blocks}
     return replace(
         planned,
         model=fingerprint(subject.checkpoint),
         calibration=calibration,
-        linears=tuple(found[name] for name in specs),
+        linears=linears,
+        checks=check_prediction(subject, linears, perturbed, progress) if check else (),
     )
+
+
+class _Kept:
+    """The linears of a block, each in the mix that a check of the prediction wants: `tensors` by name on disk."""
+
+    def __init__(self, mixes: Mapping[str, str]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._mixes = mixes
+
+    def add(self, linear: Linear, mix: str, codec: Exl2Codec, codes: Codes) -> None:
+        if self._mixes[linear.name] == mix:
+            stored = codec.encode(codes, linear.stored.bias)
+            self.tensors |= {f"{linear.name}.{suffix}": tensor for suffix, tensor in stored.tensors().items()}
+
+
+def _stored(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str, LinearSpec]) -> dict[str, StoredTensor]:
+    """The linears of a block that `_Kept` kept."""
+    linears: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors:
+        name, _, suffix = key.rpartition(".")
+        linears.setdefault(name, {})[suffix] = tensor
+    return {name: exl2.decode(name, own, specs[name].out_features) for name, own in linears.items()}
 
 
 def _written(linears: Mapping[str, MeasuredLinear]) -> dict[str, list[dict[str, Any]]]:
@@ -268,21 +254,20 @@ def _measure_stage(
     specs: Mapping[str, LinearSpec],
     layouts: Mapping[str, Mapping[str, Layout]],
     squares: Mapping[str, Tensor],
+    kept: _Kept,
 ) -> dict[str, tuple[Candidate, ...]]:
     """Linears that read one input, solved side by side in one layout after another."""
     weights = [linears[name].weight() for name in ready.names]
     trace = float(len(weights[0])) if ready.factor is None else ready.factor.trace
     found: dict[str, list[Candidate]] = {name: [] for name in ready.names}
     for mix, layout in layouts[ready.names[0]].items():
+        codec = Exl2Codec(layout)
         with naming(ready.names[0]):
-            solutions = solve_together(weights, ready.factor, Exl2Codec(layout))
+            solutions = solve_together(weights, ready.factor, codec)
         for name, solution in zip(ready.names, solutions, strict=True):
             spec = specs[name]
-            bits = exl2_layout.stored_bits(layout, spec.out_features, spec.bias)
+            bits = exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias)
             damage = 0.5 * float((solution.losses.cpu() * squares[name]).sum()) / trace
             found[name].append(Candidate(mix, bits, solution.error, damage))
+            kept.add(linears[name], mix, codec, solution.codes)
     return {name: tuple(candidates) for name, candidates in found.items()}
-
-
-def _damage_row(name: str, choices: list[tuple[MeasuredLinear, ...]]) -> list[str]:
-    return [name, str(sum(map(len, choices))), *(f"{damage_near(choices, bits):.4f}" for bits in SHOWN_BITS)]

@@ -93,7 +93,7 @@ def choose_recipe(
     mixes, allocation = plan_mixes(
         measurement, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head
     )
-    progress.say(f"predicted KL of the linears: {allocation.damage:.4f}")
+    progress.say(f"predicted of the linears: {allocation.damage:.4f}, {measurement.unit}")
     return Exl2Recipe(mixes)
 
 

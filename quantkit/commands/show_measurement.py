@@ -1,6 +1,6 @@
 """`quantkit measurement show`: a measurement file as tables, and as a picture where one is asked for."""
 
-from quantkit.commands.measure import MeasureReport
+from quantkit.commands.measure_report import MeasureReport
 from quantkit.commands.plot_measurement import plot, require_plots
 from quantkit.measurement import Measurement
 from quantkit.progress import Progress

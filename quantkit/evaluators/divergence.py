@@ -108,6 +108,12 @@ def bootstrap_interval(values: Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def divergences(reference: Tensor, candidate: Tensor) -> Tensor:
+    """KL(reference || candidate) at each position, in nats: logits `[..., vocab]` of both → float64 `[...]`."""
+    left, right = reference.double().log_softmax(-1), candidate.double().log_softmax(-1)
+    return (left.exp() * (left - right)).sum(-1)
+
+
 def _compare_piece(reference: Tensor, candidate: Tensor, targets: Tensor) -> Tensor:
     """Logits `[b, c, vocab]` of both → KL, agreement (0 or 1) and the negative log-likelihoods of both, `[4, b, c]`."""
     left = reference.double().log_softmax(-1)

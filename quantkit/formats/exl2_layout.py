@@ -118,6 +118,11 @@ def stored_bits(layout: Layout, out_features: int, bias: bool) -> int:
     return layout.code_bits(columns) + groups + 32 * layout.rows + 16 * columns * bias
 
 
+def stored_bits_in_parts(layout: Layout, widths: Sequence[int], bias: bool) -> int:
+    """The same of a fused weight, which is on disk in parts of so many outputs, each with side data of its own."""
+    return sum(stored_bits(layout, width, bias) for width in widths)
+
+
 def padded(out_features: int) -> int:
     """Columns on disk."""
     return out_features + -out_features % STEP

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit import cli
@@ -14,6 +15,8 @@ from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import measure as measure_command
 from quantkit.commands import quantize_job
 from quantkit.commands.measure import run
+from quantkit.commands.measure_check import checked_blocks, checked_candidate, worst_block
+from quantkit.commands.measure_report import MeasureReport
 from quantkit.commands.quantize import run as quantize
 from quantkit.errors import CheckpointError, PlanError
 from quantkit.formats import exl2_layout, exl2_mix
@@ -24,6 +27,8 @@ from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import MeasureSettings, QuantizeSettings
 
 TEXT = {"samples": 8, "length": 64}
+# Written in parts, each with side data of its own.
+FUSED = {("Phi3ForCausalLM", "qkv_proj"): (64, 32, 32), ("Phi3ForCausalLM", "gate_up_proj"): (128, 128)}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +99,8 @@ def test_other_families_are_measured_too(family: str, tmp_path: Path) -> None:
     assert bool(biased) == (family == "Qwen2ForCausalLM")
     for linear in found.linears:
         layout = exl2_layout.mixed(linear.in_features, exl2_mix.read(linear.candidates[0].mix))
-        bits = exl2_layout.stored_bits(layout, linear.out_features, linear.name in biased)
+        widths = FUSED.get((family, linear.name.rpartition(".")[2]), (linear.out_features,))
+        bits = sum(exl2_layout.stored_bits(layout, width, linear.name in biased) for width in widths)
         assert linear.candidates[0].bits == bits
         assert all(candidate.damage > 0 for candidate in linear.candidates)
 
@@ -143,3 +149,54 @@ def test_the_command_prints_tables_or_json(model: Path, tmp_path: Path, capsys: 
     assert cli.run([*options, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["linears"]) == 14
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_the_prediction_is_checked_on_a_few_blocks(model: Path, measured: Path) -> None:
+    """What is stored is the divergence of a model with only that block quantized, computed here in another way."""
+    found = Measurement.load(measured)
+    assert [check.block for check in found.checks] == [0, 1]
+    assert Measurement.load(measured).as_json()["checks"][0].keys() == {"block", "bits_per_weight", "predicted", "seen", "tokens"}
+    for check in found.checks:
+        linears = [linear for linear in found.linears if f".{check.block}." in linear.name]
+        chosen = [checked_candidate(linear) for linear in linears]
+        assert check.predicted == pytest.approx(sum(candidate.damage for candidate in chosen), rel=1e-12)
+        assert check.bits_per_weight == sum(each.bits for each in chosen) / sum(each.weights for each in linears)
+        assert 3.0 < check.bits_per_weight < 3.6 and check.tokens == 8 * 64
+        assert 0.4 < check.ratio < 1.6
+    report = MeasureReport(measured, found)
+    assert [row[-1] for row in report.check_rows()] == [f"{check.ratio:.2f}" for check in found.checks]
+    assert any(title.startswith("prediction") for title, _, _ in report.tables())
+
+
+def test_what_is_seen_is_the_divergence_of_the_quantized_model(model: Path, tmp_path: Path) -> None:
+    """In float32, so that the plan's own run has the same Hessians."""
+    options = {"samples": 8, "length": 64, "dtype": "fp32"}
+    found = run(MeasureSettings(str(model), tmp_path / "m.json", **options), Silent()).measurement
+    own = {linear.name: checked_candidate(linear).mix for linear in found.linears if ".1." in linear.name}
+    dense = {linear.name: "for the test" for linear in found.linears if linear.name not in own}
+    MixPlan(found.model, 4.0, False, 16, own, dense).save(tmp_path / "p.json")
+    choice = QuantizeSettings(
+        str(model), tmp_path / "out", format="exl2", plan=tmp_path / "p.json", evaluate=False, effort="fast", **options
+    )
+    quantize(choice, Silent())
+    rows = token_rows("bundled", Tokenizer.open(model), 8, 64, 0)
+    before, after = (quantkit.load(folder)(rows).double().log_softmax(-1) for folder in (model, tmp_path / "out"))
+    divergence = float((before.exp() * (before - after)).sum(-1).mean())
+    assert found.checks[1].seen == pytest.approx(divergence, rel=1e-3)
+
+
+def test_the_worst_block_is_checked_as_well(tmp_path: Path) -> None:
+    """Six blocks, of which the second adds ten times as much as the others."""
+    source = tiny.write_model(tmp_path / "model", num_hidden_layers=6)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 10
+    save_file(tensors, source / "model.safetensors")
+    found = run(MeasureSettings(str(source), tmp_path / "m.json", **TEXT), Silent()).measurement
+    assert worst_block(found.linears) == 1
+    assert [check.block for check in found.checks] == [0, 1, 2, 3, 5]
+    assert found.checks[1].seen > 3 * max(check.seen for check in found.checks if check.block != 1)
+
+
+@pytest.mark.parametrize(("layers", "blocks"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2, 3]), (30, [0, 10, 19, 29])])
+def test_the_checked_blocks_are_spread(layers: int, blocks: list[int]) -> None:
+    assert checked_blocks(layers) == blocks
