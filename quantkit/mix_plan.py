@@ -230,8 +230,9 @@ def _planned_head(spec: LinearSpec, head_bits: int) -> PlannedLinear | None:
 
 
 def _with_layout(spec: LinearSpec, layout: Layout) -> PlannedLinear:
-    bits = exl2_layout.stored_bits(layout, spec.out_features, spec.bias)
-    return PlannedLinear(spec.name, spec.in_features, spec.out_features, layout, bits)
+    bits = exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias)
+    parts = spec.widths if len(spec.widths) > 1 else ()
+    return PlannedLinear(spec.name, spec.in_features, spec.out_features, layout, bits, widths=parts)
 
 
 def _require_mix(name: str, mix: str) -> None:

@@ -19,6 +19,7 @@ class PlannedLinear:
     """One linear: the layout it gets, or, where `layout` is None, why it stays dense.
 
     short_group  rows of the last group and of the others, where the last is shorter and that is out of the ordinary
+    widths       outputs of each part of a fused linear that is written in parts
     """
 
     name: str
@@ -28,6 +29,7 @@ class PlannedLinear:
     stored_bits: int
     dense_because: str | None = None
     short_group: tuple[int, int] | None = None
+    widths: tuple[int, ...] = ()
 
     @property
     def weights(self) -> int:

@@ -18,6 +18,16 @@ SPLIT = {
 }
 
 
+def parts_of(module: str) -> tuple[str, ...]:
+    """The last names of the parts that a fused linear may be in, in the order of their outputs; none for another."""
+    return SPLIT.get(module.rpartition(".")[2], ())
+
+
+def on_disk(module: str, suffix: str) -> str:
+    """The name of a tensor of a linear. A suffix with a part in front, as joined weights have them, names that part."""
+    return f"{module.rpartition('.')[0] if '.' in suffix else module}.{suffix}"
+
+
 def respelled(name: str) -> str:
     """The other name of a module or tensor; its own where it has no other."""
     if RENAMED[0][0] not in name:
@@ -29,6 +39,5 @@ def respelled(name: str) -> str:
 
 def spellings(module: str) -> list[tuple[str, ...]]:
     """The modules that a linear may be on disk, its own name first: one, or the parts of a fused one."""
-    parent, _, last = module.rpartition(".")
-    parts = tuple(f"{parent}.{part}" for part in SPLIT.get(last, ()))
+    parts = tuple(f"{module.rpartition('.')[0]}.{part}" for part in parts_of(module))
     return [modules for modules in ((module,), (respelled(module),), parts) if modules]

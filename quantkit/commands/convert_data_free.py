@@ -18,6 +18,7 @@ from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.convert_folder import rewriting
 from quantkit.commands.measure_outline import candidate_layouts
+from quantkit.commands.quantize_recipe import exl2_codec
 from quantkit.formats import exl2_config, exl2_layout
 from quantkit.formats.codec import Codes, Layout, StoredTensor
 from quantkit.formats.exl2 import Exl2Codec
@@ -72,7 +73,7 @@ class DataFree:
             for linear in plan.work:
                 before = _read(source, linear)
                 codes = nearest(before, linear)
-                stored = Exl2Codec(codes.layout).encode(codes, before.bias)
+                stored = exl2_codec(linear).encode(codes, before.bias)
                 new.add_linear(linear.name, stored, codes.dequantize())
                 task.advance(note=linear.name)
             new.add_others()
@@ -142,7 +143,7 @@ def _measure(
     for mix, layout in layouts.items():
         missed = _round(rows, layout, torch.arange(len(rows))).dequantize() - rows
         error = float(missed.double().square().sum()) / energy
-        found.append(Candidate(mix, exl2_layout.stored_bits(layout, spec.out_features, spec.bias), error, error))
+        found.append(Candidate(mix, exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias), error, error))
     return MeasuredLinear(spec.name, spec.in_features, spec.out_features, tuple(found))
 
 

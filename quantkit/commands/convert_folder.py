@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
+from quantkit.checkpoint.spelling import on_disk
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from quantkit.formats.codec import StoredTensor
 from quantkit.models.architecture import HEAD
@@ -42,7 +43,7 @@ class Rewriting:
         name on disk, else that of the source."""
         module = module or module_on_disk(self._checkpoint, linear)
         for suffix, tensor in stored.tensors().items():
-            self._put(f"{module}.{suffix}", tensor)
+            self._put(on_disk(module, suffix), tensor)
         self._receipt.add_weight(linear, weight)
         self.replace(linear)
         self.parameters += stored.in_features * stored.out_features

@@ -55,6 +55,6 @@ def outline(subject: Subject) -> Measurement:
 
 def _unmeasured(spec: LinearSpec, layouts: Mapping[str, Layout]) -> tuple[Candidate, ...]:
     return tuple(
-        Candidate(mix, exl2_layout.stored_bits(layout, spec.out_features, spec.bias), 0.0, 0.0)
+        Candidate(mix, exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias), 0.0, 0.0)
         for mix, layout in layouts.items()
     )

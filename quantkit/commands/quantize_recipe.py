@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quantkit.checkpoint.spelling import parts_of
 from quantkit.commands.quantize_rules import Rule, as_dynamic, deciding, require_used
 from quantkit.errors import FormatError
 from quantkit.formats import exl2_config
@@ -148,8 +149,7 @@ class Exl2Recipe:
         return self.mixes.layouts(specs, head, stored_bits)
 
     def codec(self, linear: PlannedLinear) -> Codec:
-        assert linear.layout is not None
-        return Exl2Codec(linear.layout)
+        return exl2_codec(linear)
 
     def config(self, plan: Plan, rows: int, length: int, dataset: str) -> dict[str, Any]:
         head = plan.head
@@ -165,6 +165,13 @@ class Exl2Recipe:
 
     def side_json(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return {}
+
+
+def exl2_codec(linear: PlannedLinear) -> Exl2Codec:
+    """Of the layout that was planned, in parts where the linear is fused."""
+    assert linear.layout is not None
+    parts = zip(parts_of(linear.name), linear.widths, strict=True) if linear.widths else ()
+    return Exl2Codec(linear.layout, tuple(parts))
 
 
 def _quantized_names(plan: Plan) -> list[list[str]] | None:

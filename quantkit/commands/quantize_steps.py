@@ -14,6 +14,7 @@ from torch import Tensor
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
 from quantkit.checkpoint.receipt import Receipt, digest_of_values
+from quantkit.checkpoint.spelling import on_disk
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.block_walk import BlockWalk
 from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
@@ -149,7 +150,7 @@ class _Found:
                 hint="the memory of this machine may be faulty; run the command again",
             )
         for suffix, tensor in stored.tensors().items():
-            self._step.add(f"{self._subject.module_on_disk(name)}.{suffix}", tensor)
+            self._step.add(on_disk(self._subject.module_on_disk(name), suffix), tensor)
         self._weights[name] = digest
         self._linears.append(asdict(solved.result))
         self._task.advance(note=f"{self._place}, {kind_of(name)}, error {solved.result.error:.5f}")

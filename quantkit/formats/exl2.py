@@ -12,6 +12,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from quantkit.errors import FormatError
 from quantkit.formats import exl2_grid, exl2_layout
 from quantkit.formats.codec import Codes, Grid, Group, Layout, StoredTensor
 from quantkit.formats.exl2_layout import MOST_IN_FEATURES, Width
+from quantkit.formats.joined import JoinedTensor
 from quantkit.kernels.protocol import WIDTHS, Backend, Exl2Weight, Repacked
 from quantkit.kernels.reference import exl2_scales
 
@@ -177,9 +179,11 @@ class Exl2Codec:
     """Writes EXL2. `mix` is the layout of one weight, or shares of the rows of any weight, widest first.
 
     Rows are stored in the order in which they are solved, the most important first, so that it always acts in order.
+    `parts` are names and widths of the parts of a fused weight: readers of EXL2 know them by themselves only.
     """
 
     mix: Layout | tuple[Width, ...]
+    parts: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.mix, Layout):
@@ -212,15 +216,30 @@ class Exl2Codec:
 
     def stored_bits(self, in_features: int, out_features: int, bias: bool) -> int:
         """All bits on disk of a weight of this shape; see `exl2_layout.stored_bits`."""
-        return exl2_layout.stored_bits(self.layout(in_features), out_features, bias)
+        widths = [width for _, width in self.parts] or [out_features]
+        return exl2_layout.stored_bits_in_parts(self.layout(in_features), widths, bias)
 
     def fit(self, rows: Tensor, bits: int, importance: Tensor | None) -> Grid:
         """See `exl2_grid.fit`."""
         return exl2_grid.fit(rows, bits, importance)
 
-    def encode(self, codes: Codes, bias: Tensor | None) -> Exl2Tensor:
-        """See the function of this name."""
-        return encode(codes, bias)
+    def encode(self, codes: Codes, bias: Tensor | None) -> StoredTensor:
+        """See the function of this name; the parts of a fused weight one by one."""
+        if not self.parts:
+            return encode(codes, bias)
+        ends = list(accumulate(width for _, width in self.parts))
+        found: dict[str, StoredTensor] = {}
+        for (name, width), end in zip(self.parts, ends, strict=True):
+            own = slice(end - width, end)
+            grids = tuple(_columns(grid, own) for grid in codes.grids)
+            part = Codes(codes.q[:, own].contiguous(), grids, codes.layout, codes.order)
+            found[name] = encode(part, None if bias is None else bias[own])
+        return JoinedTensor(found)
+
+
+def _columns(grid: Grid, columns: slice) -> Grid:
+    stored = {"q_scale": grid.stored["q_scale"][columns], "q_scale_max": grid.stored["q_scale_max"]}
+    return Grid(grid.scale[columns], grid.zero[columns], grid.top, stored)
 
 
 def _layout(name: str, q_groups: Tensor, packed_rows: int) -> Layout:

@@ -3,6 +3,7 @@ ExLlamaV2's own quantizer on the same input."""
 
 import hashlib
 import json
+import shutil
 import statistics
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import quantkit
 from quantkit import kernels
 from quantkit.errors import FormatError
-from quantkit.formats import exl2, exl2_config, exl2_layout
-from quantkit.formats.codec import Codes, Group, Layout
+from quantkit.formats import exl2, exl2_config, exl2_grid, exl2_layout, exl2_mix
+from quantkit.formats.codec import Codes, Grid, Group, Layout
 from quantkit.formats.exl2 import Exl2Codec, Exl2Tensor, Width
 from quantkit.kernels.protocol import WIDTHS
 from quantkit.solver.gptq import Solution, solve
@@ -372,3 +375,63 @@ def test_any_weight_survives_encoding(widths: list[tuple[int, int]], seed: int, 
     assert torch.equal(decoded.codes().dequantize().to(torch.float16), decoded.dequantize())
     decoded.matmul(torch.randn(1, rows))  # repacks
     assert all(torch.equal(tensor, tensors[suffix]) for suffix, tensor in decoded.tensors().items())
+
+
+SHARES = st.lists(
+    st.tuples(st.sampled_from(WIDTHS), st.sampled_from((-1, 32, 64, 96, 128)), st.floats(0.02, 1)), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(mix=SHARES, steps=st.integers(1, 12), tail=st.booleans(), out=st.integers(1, 70), seed=st.integers(0, 2**31))
+def test_every_legal_mix_is_written_and_read(mix: list[tuple], steps: int, tail: bool, out: int, seed: int) -> None:
+    """All six widths in any shares, a last group of 16 rows, outputs that are padded, a bias padded with them."""
+    random = torch.Generator().manual_seed(seed)
+    total = sum(share for *_, share in mix)
+    widths = exl2_mix.held(
+        [Width(bits, size, share / total) for bits, size, share in sorted(mix, key=lambda width: -width[0])],
+        rows := 32 * steps + 16 * tail,
+    )
+    codec = Exl2Codec(widths)
+    layout = codec.layout(rows)
+    q = torch.cat([torch.randint(0, 1 << g.bits, (g.rows, out), dtype=torch.uint8, generator=random) for g in layout.groups])
+    grids = tuple(_random_grid(group.bits, out, random) for group in layout.groups)
+    codes = Codes(q, grids, layout, torch.randperm(rows, generator=random))
+    bias = torch.randn(out, generator=random)
+    encoded = codec.encode(codes, bias)
+    again = exl2.decode("m", encoded.tensors(), out)
+    assert torch.equal(again.codes().q, q) and torch.equal(again.codes().order, codes.order)
+    assert again.codes().layout == layout
+    assert torch.equal(again.dequantize(), codes.dequantize().to(torch.float16))
+    assert torch.equal(again.bias, bias.to(torch.float16))
+    whole = exl2.decode("m", encoded.tensors())
+    assert whole.out_features % 32 == 0 and not whole.dequantize()[:, out:].any() and not whole.bias[out:].any()
+    assert again.stored_bits == codec.stored_bits(rows, out, True)
+
+
+def _random_grid(bits: int, out: int, random: torch.Generator) -> Grid:
+    codes = torch.randint(0, 16, (out,), dtype=torch.uint8, generator=random)
+    most = torch.rand((), generator=random).to(torch.float16)
+    unit = (most.to(torch.float32) / 256).to(torch.float16).to(torch.float32)
+    scale = exl2_grid.scales(codes + 1.0, unit)
+    half = torch.full((out,), 1 << bits - 1, dtype=torch.int32)
+    return Grid(scale, half, (1 << bits) - 1, {"q_scale": codes, "q_scale_max": most})
+
+
+def test_shards_without_an_index_and_permutations_of_old_writers(tmp_path: Path) -> None:
+    """Every linear lies in both shards; what `q_perm` holds does not matter."""
+    source = Path(__file__).parents[1] / "golden" / "exl2" / "tiny-llama"
+    tensors = load_file(source / "output.safetensors")
+    for name in [name for name in tensors if name.endswith(".q_invperm")]:
+        tensors[name.replace("q_invperm", "q_perm")] = torch.zeros_like(tensors[name])
+    names = sorted(tensors)
+    for shard in (0, 1):
+        part = {name: tensors[name] for name in names[shard::2]}
+        save_file(part, tmp_path / f"output-0000{shard + 1}-of-00002.safetensors")
+    shutil.copy(source / "config.json", tmp_path)
+    spread, whole = quantkit.open_checkpoint(tmp_path), quantkit.open_checkpoint(source)
+    for name in (*whole.linears(), "lm_head"):
+        assert len({spread.info(tensor).file for tensor in spread.tensors_of(name)}) == 2
+        assert torch.equal(spread.dense(name), whole.dense(name))
+    ids = torch.arange(20)[None]
+    assert torch.equal(quantkit.load(tmp_path)(ids), quantkit.load(source)(ids))
