@@ -126,6 +126,10 @@ def quantize(
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail when a linear would stay dense or end in a short group.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only say what would be done, and what it takes of time, memory and disk."),
+    ] = False,
     no_eval: Annotated[bool, typer.Option("--no-eval", help="Skip perplexity, KL and the sample at the end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -169,6 +173,18 @@ def quantize(
     )
     from quantkit import console
 
+    if dry_run:
+        from quantkit.commands.quantize_outlook import foresee
+
+        if len(rates) > 1:
+            raise UsageError("`--dry-run` looks at one rate at a time", hint=f"use `--bpw {rates[0]:g}` with it")
+        outlook = foresee(settings, console.Bars())
+        if json:
+            console.print_json(outlook.as_json())
+            return
+        for title, columns, rows in outlook.tables():
+            console.print_table(title, columns, rows)
+        return
     if len(rates) > 1:
         from quantkit.commands.quantize_rates import run_rates
 

@@ -73,28 +73,41 @@ def choose_recipe(
 
     Raises PlanError for a measurement or a plan of another model, and for a budget out of reach.
     """
+    found = known_recipe(settings, subject, progress)
+    if found is not None:
+        return found
+    assert settings.bpw is not None
+    expected = outline(subject)
+    if settings.strict:
+        require_no_dense(expected)
+    require_reachable(expected, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head)
+    squares = run_backward().found.outputs
+    measurement = measure_model(subject, job, squares, settings.calibration, settings.seed, progress)
+    return Exl2Recipe(_mixes(settings, measurement, progress))
+
+
+def known_recipe(settings: QuantizeSettings, subject: Subject, progress: Progress) -> Recipe | None:
+    """The recipe that needs no measuring; None where it does. Raises as `choose_recipe` does."""
     if settings.format == "gptq":
         return choose_gptq(settings, subject)
     if settings.plan is not None:
         mixes = MixPlan.load(settings.plan)
         mixes.require(fingerprint(subject.checkpoint), settings.model)
         return Exl2Recipe(mixes)
-    assert settings.bpw is not None
     if settings.measurement is None:
-        expected = outline(subject)
-        if settings.strict:
-            require_no_dense(expected)
-        require_reachable(expected, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head)
-        squares = run_backward().found.outputs
-        measurement = measure_model(subject, job, squares, settings.calibration, settings.seed, progress)
-    else:
-        measurement = Measurement.load(settings.measurement)
-        measurement.require(fingerprint(subject.checkpoint), settings.model)
+        return None
+    measurement = Measurement.load(settings.measurement)
+    measurement.require(fingerprint(subject.checkpoint), settings.model)
+    return Exl2Recipe(_mixes(settings, measurement, progress))
+
+
+def _mixes(settings: QuantizeSettings, measurement: Measurement, progress: Progress) -> MixPlan:
+    assert settings.bpw is not None
     mixes, allocation = plan_mixes(
         measurement, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head
     )
     progress.say(f"predicted of the linears: {allocation.damage:.4f}, {measurement.unit}")
-    return Exl2Recipe(mixes)
+    return mixes
 
 
 def choose_gptq(settings: QuantizeSettings, subject: Subject) -> GptqRecipe:

@@ -1,0 +1,153 @@
+"""`quantkit quantize --dry-run`: the plan, and what it would take of time, memory and disk. Nothing is left behind."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.commands.effort import choose_effort, choose_hessian_dtype
+from quantkit.commands.measure_outline import outline
+from quantkit.commands.quantize_exl2 import check_format, known_recipe
+from quantkit.commands.quantize_job import choose_placement, open_subject, prepare, require_finite
+from quantkit.commands.quantize_needs import DiskNeeds, disk_needs, require_space
+from quantkit.commands.quantize_recipe import Exl2Recipe, Recipe
+from quantkit.commands.quantize_rehearsal import Rehearsal, rehearse
+from quantkit.commands.quantize_target import fit_target
+from quantkit.commands.resumption import job_place, read_result
+from quantkit.errors import CalibrationError
+from quantkit.measurement import MeasuredLinear, Measurement
+from quantkit.mix_plan import plan_mixes, require_no_dense
+from quantkit.plan import Plan
+from quantkit.progress import Progress
+from quantkit.settings import QuantizeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a quantization would be and take. `foretold` where an EXL2 plan waits for a measurement: then the mixes are
+    those of a guess, their bits those of the budget."""
+
+    out: Path
+    format: str
+    effort: str
+    settings: dict[str, Any]
+    plan: Plan
+    foretold: bool
+    disk: DiskNeeds
+    rehearsal: Rehearsal
+    memory_bytes: int
+
+    def rows(self) -> list[list[str]]:
+        """Name and figure, for people."""
+        rehearsal = self.rehearsal
+        return [
+            ["bits per weight, linears", f"{self.plan.bits_per_weight:.3f}"],
+            ["linears", f"{len(self.plan.work)} to quantize, {len(self.plan.dense)} stay dense"],
+            ["time, about", f"{rehearsal.seconds:.0f} s, {rehearsal.backward_seconds:.0f} s of it for gradients"],
+            ["peak memory, about", f"{rehearsal.peak_memory_bytes / 2**20:.0f} MiB"],
+            ["memory of this machine", f"{self.memory_bytes / 2**20:.0f} MiB"],
+            ["disk for the result", f"{self.disk.result / 2**20:.1f} MiB"],
+            ["disk for the job meanwhile", f"{self.disk.job / 2**20:.1f} MiB"],
+            ["rehearsed", f"the largest block, with {rehearsal.tokens} tokens; the comparison at the end was not"],
+        ]
+
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Title, columns and rows of each table for people."""
+        remarks = [[remark] for remark in self.plan.remarks()]
+        table = (f"{self.out}, not written", ["", ""], self.rows())
+        return [("not ideal", ["remark"], remarks), table] if remarks else [table]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "dry_run": True,
+            "format": self.format,
+            **self.settings,
+            "effort": self.effort,
+            "bits_per_weight": self.plan.bits_per_weight,
+            "plan": self.plan.as_json(),
+            "plan_is_guess": self.foretold,
+            "remarks": self.plan.remarks(),
+            "seconds": self.rehearsal.seconds,
+            "backward_seconds": self.rehearsal.backward_seconds,
+            "peak_memory_bytes": self.rehearsal.peak_memory_bytes,
+            "memory_bytes": self.memory_bytes,
+            "result_bytes": self.disk.result,
+            "job_bytes": self.disk.job,
+        }
+
+
+def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
+    """Raises what `quantize.run` raises before work, CheckpointError where the disk would not do, and CalibrationError
+    where the memory would not."""
+    check_format(settings)
+    effort = choose_effort(settings)
+    hessian_dtype = choose_hessian_dtype(settings.hessian_dtype)
+    checkpoint = open_checkpoint(settings.model)
+    overwrite = settings.overwrite or read_result(settings.out) is not None
+    with CheckpointWriter(settings.out, source=checkpoint.path, overwrite=overwrite) as writer:
+        out = writer.path
+    subject = open_subject(
+        checkpoint, settings if effort.calibrates else None, choose_placement(settings.device, settings.dtype)
+    )
+    settings = fit_target(settings, subject, progress)
+    recipe = known_recipe(settings, subject, progress)
+    expected = None if recipe else outline(subject)
+    job = prepare(
+        subject,
+        recipe or _guess(settings, expected),
+        settings.strict,
+        hessian_dtype=hessian_dtype,
+        route_all=settings.route_all,
+    )
+    weighs = effort.weighs or expected is not None
+    needs = disk_needs(job, weighs=weighs)
+    require_space(needs, out, job_place(settings.job, out, checkpoint.path))
+    require_finite(checkpoint, progress)
+    candidates = max((len(linear.candidates) for linear in expected.linears), default=0) if expected else 0
+    rehearsal = rehearse(job, weighs=weighs, solves=1 + candidates)
+    memory = machine_memory()
+    if memory and rehearsal.peak_memory_bytes > memory:
+        raise CalibrationError(
+            f"about {rehearsal.peak_memory_bytes / 2**20:,.0f} MiB of memory are needed, this machine has "
+            f"{memory / 2**20:,.0f} MiB",
+            hint="use a machine with more memory, or `--effort fast`, which needs the least",
+        )
+    return Outlook(
+        settings.out,
+        job.recipe.name,
+        effort.name,
+        job.recipe.settings(),
+        job.plan,
+        expected is not None,
+        needs,
+        rehearsal,
+        memory,
+    )
+
+
+def machine_memory() -> int:
+    """Bytes; 0 where they are not known."""
+    found = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+def _guess(settings: QuantizeSettings, expected: Measurement | None) -> Recipe:
+    """Mixes for a budget as if each bit halved the error of every weight alike."""
+    assert expected is not None
+    assert settings.bpw is not None
+    if settings.strict:
+        require_no_dense(expected)
+    guessed = replace(expected, linears=tuple(_guessed(linear) for linear in expected.linears))
+    mixes, _ = plan_mixes(guessed, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head)
+    return Exl2Recipe(mixes)
+
+
+def _guessed(linear: MeasuredLinear) -> MeasuredLinear:
+    damages = (linear.weights * 4.0 ** (-found.bits / linear.weights) for found in linear.candidates)
+    candidates = (
+        replace(found, damage=damage) for found, damage in zip(linear.candidates, damages, strict=True)
+    )
+    return replace(linear, candidates=tuple(candidates))
