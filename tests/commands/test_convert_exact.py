@@ -237,8 +237,13 @@ def test_what_is_no_size(text: str, tmp_path: Path) -> None:
         convert("shard", source, tmp_path / "out", shard_size=text)
 
 
-@pytest.mark.parametrize("route", ["gptq-to-hf", "gptq-to-gptq-v2", "shard"])
-def test_a_full_disk_leaves_nothing(route: str, tmp_path: Path, monkeypatch) -> None:
+FREE = {"bpw": 5.0, "data_free": True, "evaluate": False}
+
+
+@pytest.mark.parametrize(
+    ("route", "options"), [("gptq-to-hf", {}), ("gptq-to-gptq-v2", {}), ("shard", {}), ("gptq-to-exl2", FREE)]
+)
+def test_a_full_disk_leaves_nothing(route: str, options, tmp_path: Path, monkeypatch) -> None:
     source = tiny_gptq.write_model(tmp_path / "gptq")
     write, written = ShardWriter._write, []
 
@@ -250,11 +255,11 @@ def test_a_full_disk_leaves_nothing(route: str, tmp_path: Path, monkeypatch) -> 
 
     monkeypatch.setattr(ShardWriter, "_write", fills)
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
-        convert(route, source, tmp_path / "out")
+        convert(route, source, tmp_path / "out", **options)
     assert "free some space" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["gptq"]
     monkeypatch.undo()
-    convert(route, source, tmp_path / "out")
+    convert(route, source, tmp_path / "out", **options)
 
 
 def test_one_linear_in_memory_at_a_time(tmp_path: Path, monkeypatch) -> None:
@@ -274,7 +279,7 @@ def test_one_linear_in_memory_at_a_time(tmp_path: Path, monkeypatch) -> None:
         return tensor
 
     monkeypatch.setattr(Checkpoint, "tensor", counts)
-    for route, options in (("gptq-to-hf", {}), ("gptq-to-gptq-v2", {}), ("gptq-to-exl2", {"bpw": 5.0, "data_free": True, "evaluate": False})):
+    for route, options in (("gptq-to-hf", {}), ("gptq-to-gptq-v2", {}), ("gptq-to-exl2", FREE)):
         alive.clear()
         most.clear()
         convert(route, source, tmp_path / route, **options)

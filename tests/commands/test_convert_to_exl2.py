@@ -1,6 +1,7 @@
 """gptq-to-exl2 in its three ways: what is written, how close it is, what is refused, what stays behind."""
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,26 @@ def test_a_checkpoint_of_another_tool(tmp_path: Path) -> None:
     before, after = quantkit.load(GOLDEN)(ids), quantkit.load(tmp_path / "out")(ids)
     assert float((before - after).abs().mean()) < 0.02 * float(before.std())
     assert max(linear.error for linear in report.linears) < 0.03
+
+
+def test_one_block_in_memory_when_calibrated(gptq: Path, calibrated, tmp_path: Path, monkeypatch) -> None:
+    """When a block is read, what was decoded of all blocks but the last one is gone."""
+    deep = tiny.write_model(tmp_path / "deep", hidden_size=64, num_hidden_layers=4)
+    quantkit.quantize(deep, tmp_path / "gptq", group_size=32, effort="nearest", evaluate=False, progress=Silent())
+    decode, alive, most = DecodedCheckpoint.linear, [], []
+
+    def watched(self, name: str):
+        block = int(name.split(".")[2]) if "layers" in name else 99
+        older = [1 for held, other in alive if held() is not None and abs(other - block) > 1]
+        most.append(len(older))
+        stored = decode(self, name)
+        alive.append((weakref.ref(stored), block))
+        return stored
+
+    monkeypatch.setattr(DecodedCheckpoint, "linear", watched)
+    convert(tmp_path / "gptq", tmp_path / "out", bpw=5.0, evaluate=False)
+    assert len(most) > 4 * 7
+    assert max(most) == 0
 
 
 REFUSED = [
