@@ -2,9 +2,10 @@
 
 One process imports everything once and forks a child for each run. A child is killed by SIGKILL, either by itself at
 the n-th call that changes the disk (before the call, after it, or in the middle of a write), or by its parent after some
-time. What is asked and what is answered is JSON; see `main`.
+time. Or its disk is full from the n-th call on. What is asked and what is answered is JSON; see `main`.
 """
 
+import errno
 import importlib
 import json
 import os
@@ -39,11 +40,13 @@ def run(arguments: list[str], report: int, kill_at: int = -1, manner: str = "aft
             os.write(report, b"c")
             if calls == kill_at and manner == "before":
                 die()
+            if calls >= kill_at > 0 and manner == "full" and name == "pwrite":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if calls == kill_at and manner == "torn" and name == "pwrite":
                 real(values[0], values[1][: len(values[1]) // 2], values[2])
                 die()
             done = real(*values, **named)
-            if calls == kill_at:
+            if calls == kill_at and manner != "full":
                 die()
             return done
 
@@ -109,6 +112,7 @@ def one(arguments: list[str], folder: Path, kills: list[dict[str, Any]], total: 
     folder.mkdir()
     os.chdir(folder)
     lost, done, killed = 0, 0, 0
+    codes: list[int] = []
     for kill in kills:
         if "seconds" in kill:
             child, reading = start(arguments)
@@ -117,8 +121,9 @@ def one(arguments: list[str], folder: Path, kills: list[dict[str, Any]], total: 
         else:
             child, reading = start(arguments, kill_at=kill["call"], manner=kill["manner"])
         code, report = end(child, reading)
-        if code >= 0:
+        if code == 0:
             break
+        codes.append(code)
         killed += 1
         done += report.count(b"s")
         finished = kept_steps(folder)
@@ -129,6 +134,7 @@ def one(arguments: list[str], folder: Path, kills: list[dict[str, Any]], total: 
     again, nothing = end(*start(arguments))
     return {
         "killed": killed,
+        "codes": codes,
         "code": code,
         "lost": lost,
         "redone": redone,
@@ -140,7 +146,8 @@ def one(arguments: list[str], folder: Path, kills: list[dict[str, Any]], total: 
 
 def main() -> None:
     """`{"arguments": […], "folder": "…", "kills": [[{"call": 5, "manner": "torn"}, {"seconds": 0.1}], …]}`; `kills` may be
-    `{"every": n}`, at each n-th call in one of the three manners, or `{"random": n, "seed": s}`, at random times.
+    `{"every": n}`, at each n-th call in one of the manners (`{"every": n, "manners": ["full"]}`), or
+    `{"random": n, "seed": s}`, at random times.
 
     Answers `{"calls": …, "steps": …, "seconds": …, "contents": {…}, "runs": […]}`, the first four of an undisturbed run.
     """
@@ -157,9 +164,9 @@ def main() -> None:
     assert code == 0, f"the undisturbed run ended with {code}"
     calls, steps, expected = report.count(b"c"), report.count(b"s"), contents(folder)
     if "every" in kills:
-        manners = ("before", "torn", "after")
+        manners = kills.get("manners", ("before", "torn", "after"))
         points = range(1, calls + 1, kills["every"])
-        kills = [[{"call": call, "manner": manners[number % 3]}] for number, call in enumerate(points)]
+        kills = [[{"call": call, "manner": manners[number % len(manners)]}] for number, call in enumerate(points)]
     elif "random" in kills:
         source = random.Random(kills["seed"])
         kills = [[{"seconds": source.uniform(0, seconds)}] for _ in range(kills["random"])]

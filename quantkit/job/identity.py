@@ -50,8 +50,9 @@ def digest_of_text(rows: Tensor) -> str:
 
 
 def programs() -> dict[str, str]:
-    """Versions that may round differently, or write something else."""
-    return {"quantkit": VERSION, "torch": torch.__version__}
+    """Versions that may round differently, or write something else; and the instructions that this processor has, on
+    which the order of sums depends."""
+    return {"quantkit": VERSION, "torch": torch.__version__, "processor": torch.backends.cpu.get_cpu_capability()}
 
 
 def _stamp(file: Path) -> list[int]:

@@ -2,9 +2,10 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -19,18 +20,18 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     heard: list[tuple[int, FrameType | None]] = []
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    # What Python does not handle is ignored, or ends the process at once: both stay as they are.
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, lambda *call: heard.append(call))
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        # What Python does not handle is ignored, or ends the process at once: both stay as they are.
+        if callable(handler):
+            handlers[number] = handler
+            signal.signal(number, lambda *call: heard.append(call))
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number, own in handlers.items():
+            signal.signal(number, own)
     if heard:
-        number, frame = heard[-1]
-        handler = handlers[signal.Signals(number)]
-        assert callable(handler)
-        handler(number, frame)
+        last, frame = heard[-1]
+        handlers[last](last, frame)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit import cli
@@ -40,13 +41,13 @@ def one_thread() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
-def require_unharmed(found: dict) -> int:
-    """How often it was killed."""
+def require_unharmed(found: dict, *, again: int = 0) -> int:
+    """How often it was killed. `again` is how the command ends when its result is there."""
     for number, one in enumerate(found["runs"]):
         assert one["same"] and one["code"] == 0, f"run {number}: {one}"
         assert one["lost"] <= 0, f"run {number} forgot a finished step: {one}"
         assert one["redone"] <= 1, f"run {number} did a finished step again: {one}"
-        assert one["again"] == 0 and one["again_steps"] == 0, f"run {number} was not known as finished: {one}"
+        assert one["again"] == again and one["again_steps"] == 0, f"run {number} was not known as finished: {one}"
     return sum(one["killed"] for one in found["runs"])
 
 
@@ -85,23 +86,49 @@ def test_measure_killed_anywhere_gives_the_same_file(model: Path, tmp_path: Path
     assert require_unharmed(found) == len(found["runs"]) >= 2
 
 
+@pytest.fixture(scope="module")
+def quantized(model: Path, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("quantized") / "gptq"
+    run(settings(model, out), Silent())
+    return out
+
+
+def convert(quantized: Path) -> list[str]:
+    return ["convert", "gptq-to-exl2", str(quantized), "out", "--bpw", "5", "--no-eval", *TEXT]
+
+
+def test_convert_killed_anywhere_gives_the_same_bytes(quantized: Path, tmp_path: Path) -> None:
+    """Measuring and quantizing are steps of a job; a folder that is there already is not looked into."""
+    found = killed(convert(quantized), tmp_path / "work", {"every": 71})
+    assert not [name for name in found["contents"] if not name.startswith("out/")]
+    assert require_unharmed(found, again=CheckpointError.exit_code) == len(found["runs"]) >= 3
+
+
 def test_killed_again_and_again(model: Path, tmp_path: Path) -> None:
     kills = [[{"call": call, "manner": manner} for call, manner in ((12, "torn"), (5, "after"), (30, "before"), (8, "torn"))]]
     assert require_unharmed(killed(gptq(model), tmp_path / "work", kills)) == 4
 
 
+def test_a_disk_that_is_full_for_a_while_costs_no_finished_step(model: Path, tmp_path: Path) -> None:
+    found = killed(gptq(model), tmp_path / "work", {"every": 53, "manners": ["full"]})
+    assert require_unharmed(found) == len(found["runs"]) >= 3
+    codes = {code for one in found["runs"] for code in one["codes"]}
+    assert codes <= {JobError.exit_code, CheckpointError.exit_code} and JobError.exit_code in codes
+
+
 @pytest.mark.proof
-def test_two_hundred_kills(model: Path, tmp_path: Path) -> None:
+def test_two_hundred_kills(model: Path, quantized: Path, tmp_path: Path) -> None:
     """At every call that changes the disk, and at random moments. The figures are in docs/results/resume.md."""
     total, lines = 0, []
-    for name, arguments, random_kills in (
-        ("quantize gptq", gptq(model), 40),
-        ("quantize exl2", exl2(model), 40),
-        ("measure", ["measure", str(model), "-o", "m.json", *TEXT], 10),
+    for name, arguments, every, random_kills, again in (
+        ("quantize gptq", gptq(model), 3, 30, 0),
+        ("quantize exl2", exl2(model), 5, 30, 0),
+        ("measure", ["measure", str(model), "-o", "m.json", *TEXT], 5, 10, 0),
+        ("convert gptq-to-exl2", convert(quantized), 7, 10, CheckpointError.exit_code),
     ):
-        for kills in ({"every": 1}, {"random": random_kills, "seed": 7}):
+        for kills in ({"every": every}, {"random": random_kills, "seed": 7}):
             found = killed(arguments, tmp_path / "work", kills)
-            count = require_unharmed(found)
+            count = require_unharmed(found, again=again)
             total += count
             lines.append(f"{name}, {kills}: {count} killed of {len(found['runs'])} runs, {found['calls']} calls")
     print("\n".join(lines))
@@ -221,7 +248,9 @@ def test_other_settings_or_another_model_are_refused_by_name(half: Path, model: 
 
 def test_another_version_of_a_program_is_refused(half: Path, model: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("quantkit.job.identity.VERSION", "9.9.9")
-    with pytest.raises(JobError, match=r"quantkit was `0\.1\.0`, is `9\.9\.9`"):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ABACUS")
+    words = r"quantkit was `0\.1\.0`, is `9\.9\.9`; processor was `\w+`, is `ABACUS`"
+    with pytest.raises(JobError, match=words):
         run(settings(model, tmp_path / "out"), Silent())
 
 
