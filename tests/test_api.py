@@ -15,8 +15,8 @@ from quantkit.progress import Silent
 from quantkit.version import VERSION
 
 VERBS = sorted(set(quantkit.__all__) - {"__version__"})
-# Verbs that no command needs; commands that a program has no use for (`quantkit.plan` is a module).
-LIBRARY_ALONE, COMMAND_ALONE = {"load", "open_checkpoint"}, {"doctor", "plan"}
+# Verbs that no command needs; commands that a program has no use for (`quantkit.plan` and `quantkit.measurement` are modules).
+LIBRARY_ALONE, COMMAND_ALONE = {"load", "open_checkpoint"}, {"doctor", "plan", "measurement"}
 # What the command line calls by a shorter name.
 SPELLED = {"eval": "evaluate"}
 

@@ -12,8 +12,8 @@ from quantkit.cli.measure import measure
 from quantkit.cli.measurement import measurement
 from quantkit.cli.plan import plan
 from quantkit.cli.quantize import quantize
-from quantkit.version import VERSION
 from quantkit.cli.recommend import recommend
+from quantkit.version import VERSION
 
 app = typer.Typer(
     name="quantkit",
@@ -46,6 +46,6 @@ app.add_typer(convert, name="convert")
 app.add_typer(evaluate, name="eval")
 app.command()(generate)
 app.command()(check)
-app.command()(doctor)
 app.command()(inspect)
 app.command()(recommend)
+app.command()(doctor)

@@ -8,6 +8,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.survey import survey
 from quantkit.commands import check_model
 from quantkit.commands.check_tokenizer import tokenizer_faults
+from quantkit.commands.check_values import value_findings
 from quantkit.consumer_rules import Objection
 from quantkit.consumers import CONSUMERS, Verdict, verdicts
 from quantkit.errors import QuantkitError, UnsupportedModel
@@ -112,7 +113,7 @@ def run(settings: CheckSettings, progress: Progress) -> CheckReport:
     zero_points: dict[str, tuple[int, int]] = {}
     if has_config and not unknown:
         contents = check_model.content_faults(checkpoint, incomplete=found.incomplete)
-        values = check_model.value_findings(checkpoint, _modules_of(contents), progress)
+        values = value_findings(checkpoint, _modules_of(contents), progress)
         faults += [*contents, *values.faults]
         notes += values.notes
         zero_points = values.zero_points

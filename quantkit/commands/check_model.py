@@ -1,15 +1,13 @@
-"""Faults of the model in a folder: config.json, which tensors are there and of which shape, and what their values say.
+"""Faults of the model in a folder: config.json, which tensors are there, and of which shape.
 
 Every function gives back the errors that loading would have raised, as many as there are, and raises none of them.
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.spelling import spellings
@@ -17,16 +15,13 @@ from quantkit.errors import CheckpointError, FormatError, QuantkitError
 from quantkit.formats import exl2, gptq
 from quantkit.formats.dense import DTYPES
 from quantkit.formats.gptq_config import GptqConfig, GptqSettings
-from quantkit.formats.gptq_zeros import read_zeros
 from quantkit.inventory import head_spec
 from quantkit.models.architecture import EMBEDDING, HEAD, LinearSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.contents import check_contents
-from quantkit.models.source import SHAPE_HINT, read_linear, wrong_shape
-from quantkit.progress import Progress
+from quantkit.models.source import SHAPE_HINT, wrong_shape
 
 AGAIN = "fetch the model again: it is not complete, or its config.json is of another"
-SCANNED_VALUES = 1 << 24
 # Values that let the rest of a config be looked at once a key has been told to be absent or wrong.
 STAND_INS = {
     "num_hidden_layers": 1,
@@ -44,15 +39,6 @@ STAND_INS = {
     "moe_intermediate_size": 64,
     "tie_word_embeddings": False,
 }
-
-
-@dataclass(slots=True)
-class Findings:
-    """What is wrong, what is worth knowing, and least and greatest zero point of each GPTQ module."""
-
-    faults: list[QuantkitError] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    zero_points: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def config_faults(config: Mapping[str, Any], where: str) -> list[QuantkitError]:
@@ -118,35 +104,6 @@ def content_faults(checkpoint: Checkpoint, *, incomplete: bool) -> list[Quantkit
     return faults
 
 
-def value_findings(checkpoint: Checkpoint, spoilt: set[str], progress: Progress) -> Findings:
-    """Reads every tensor: NaN and infinity, groups out of range, zero points under the wrong name, zero scales.
-
-    spoilt  modules that a fault was told of already: they are not decoded
-    """
-    found = Findings()
-    specs = [*checkpoint.architecture.linears(checkpoint.model_config), head_spec(checkpoint.model_config)]
-    names = checkpoint.names()
-    with progress.task("check tensors", total=len(names) + len(specs)) as task:
-        for name in names:
-            if not _is_finite(checkpoint, name):
-                spoilt = spoilt | {name.rpartition(".")[0]}
-                kind = FormatError if name.endswith(("scales", "q_scale_max")) else CheckpointError
-                where = checkpoint.homes[name].path
-                found.faults.append(
-                    kind(
-                        f"`{name}` in `{where}` holds NaN or infinity",
-                        hint="fetch this file again; if it stays, the model itself is damaged",
-                    )
-                )
-            task.advance(note=name)
-        for spec in specs:
-            modules = next((m for m in spellings(spec.name) if all(checkpoint.suffixes(one) for one in m)), ())
-            if modules and not spoilt & set(modules):
-                _look_into(checkpoint, spec, modules, found)
-            task.advance(note=spec.name)
-    return found
-
-
 def loading_fault(checkpoint: Checkpoint) -> list[QuantkitError]:
     """What loading itself would refuse: the last word, where nothing else was found."""
     try:
@@ -200,7 +157,7 @@ def _of_plain(checkpoint: Checkpoint, name: str, shape: tuple[int, ...] | None) 
 
 def _of_gptq(checkpoint: Checkpoint, module: str, rows: int, columns: int) -> Iterator[QuantkitError]:
     """Shapes of GPTQ tensors against the settings. Which of the two is wrong cannot be told: both are named."""
-    settings = _settings(checkpoint, module)
+    settings = gptq_settings(checkpoint, module)
     if settings is None:
         return
     bits, size = settings.bits, rows if settings.group_size == -1 else settings.group_size
@@ -238,10 +195,11 @@ def _of_tied_head(checkpoint: Checkpoint) -> Iterator[QuantkitError]:
     suffixes = checkpoint.suffixes(HEAD)
     if not suffixes or exl2.recognise(suffixes):
         return
-    same = suffixes == ["weight"] and torch.equal(
-        checkpoint.tensor(f"{HEAD}.weight"), checkpoint.tensor(f"{EMBEDDING}.weight")
-    )
-    if not same:
+    try:
+        copies = [checkpoint.tensor(f"{module}.weight") for module in (HEAD, EMBEDDING) if suffixes == ["weight"]]
+    except QuantkitError:  # one of them is not there, or of a dtype that is told elsewhere
+        return
+    if not copies or copies[0].dtype != copies[1].dtype or not torch.equal(*copies):
         what = f"`{HEAD}.{suffixes[0]}` is not `{EMBEDDING}.weight`"
         yield CheckpointError(
             f"`tie_word_embeddings` is true for `{checkpoint.path}`, but {what}",
@@ -256,45 +214,8 @@ def _missing(checkpoint: Checkpoint, name: str) -> CheckpointError:
     return CheckpointError(f"`{name}` is not in `{checkpoint.path}`", hint=AGAIN)
 
 
-def _is_finite(checkpoint: Checkpoint, name: str) -> bool:
-    try:
-        tensor = checkpoint.tensor(name)
-    except QuantkitError:  # of a dtype that is told elsewhere
-        return True
-    parts = tensor.flatten().split(SCANNED_VALUES) if tensor.is_floating_point() and tensor.numel() else ()
-    return all(bool(torch.isfinite(end)) for part in parts for end in torch.aminmax(part.to(torch.float32)))
-
-
-def _look_into(checkpoint: Checkpoint, spec: LinearSpec, modules: tuple[str, ...], found: Findings) -> None:
-    if not any(exl2.recognise(checkpoint.suffixes(one)) or gptq.recognise(checkpoint.suffixes(one)) for one in modules):
-        return
-    try:
-        read_linear(checkpoint, spec, torch.float32, "cpu")
-    except QuantkitError as error:
-        found.faults.append(error)
-        return
-    for module in modules:
-        if not gptq.recognise(checkpoint.suffixes(module)):
-            continue
-        scales = checkpoint.tensor(f"{module}.scales")
-        if zeros := int((scales == 0).sum()):
-            found.notes.append(f"`{module}.scales`: {zeros} of {scales.numel()} are zero, their weights load as zeros")
-        settings = _settings(checkpoint, module)
-        if settings is not None:
-            _note_zero_points(module, read_zeros(checkpoint.tensor(f"{module}.qzeros"), settings), settings, found)
-
-
-def _note_zero_points(module: str, zeros: Tensor, settings: GptqSettings, found: Findings) -> None:
-    least, greatest = int(zeros.min()), int(zeros.max())
-    found.zero_points[module] = least, greatest
-    middle = 1 << settings.bits - 1
-    if settings.sym and (least, greatest) != (middle, middle):
-        found.notes.append(
-            f"`{module}.qzeros`: zero points {least} to {greatest} though `sym` is true, which readers take in two ways"
-        )
-
-
-def _settings(checkpoint: Checkpoint, module: str) -> GptqSettings | None:
+def gptq_settings(checkpoint: Checkpoint, module: str) -> GptqSettings | None:
+    """How the config says that a module is stored; None where it says nothing, or nothing that can be read."""
     if checkpoint.quantization is None:
         return None
     try:

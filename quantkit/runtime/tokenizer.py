@@ -104,7 +104,8 @@ class Tokenizer:
 
     def token(self, index: int) -> str:
         """How the vocabulary spells one id, for messages; a number where it has no such id."""
-        return self._library.id_to_token(index) or str(index)
+        known = 0 <= index < self.vocab_size  # the library takes 32 bits
+        return (self._library.id_to_token(index) if known else None) or str(index)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation, up to where the model is to answer. The template alone decides about BOS.

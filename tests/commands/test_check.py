@@ -1,6 +1,8 @@
 """`commands.check`: every fault of a folder in one go, each with its kind, and none in a sound one."""
 
+import contextlib
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from quantkit import cli
 from quantkit.commands.check import CheckReport, run
 from quantkit.commands.quantize import run as run_quantize
+from quantkit.errors import QuantkitError, RequestError
 from quantkit.progress import Silent
+from quantkit.runtime.load import load
+from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import CheckSettings, QuantizeSettings
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 12345\n"
@@ -188,7 +193,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
         ),
         ("infinite scale", lambda t: t["scales"].__setitem__((0, 0), float("inf")), ".scales` in `F/model"),
         ("group beyond", lambda t: t["g_idx"].__setitem__(5, 9), "g_idx` names group 9, but there are 2 groups"),
-        ("group far below", lambda t: t["g_idx"].__setitem__(5, -9), "g_idx` names group 9"),
+        ("group far below", lambda t: t["g_idx"].__setitem__(5, -9), "g_idx` names group -9"),
         ("v2 words under v1", lambda t: t["qzeros"].fill_(-0x77777778), "its words follow `gptq_v2`"),
     ],
 )
@@ -277,6 +282,12 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     assert any("`eos_token_id` in `F/config.json` is 90, but the model knows 64" in message for message in told)
 
 
+@pytest.mark.parametrize("index", [2**31, 2**40])
+def test_an_end_beyond_any_vocabulary(index: int, model: Path) -> None:
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": index}))
+    assert any(f"a stop token of `F` has id {index}" in message for message in messages(model))
+
+
 def test_an_end_that_the_tokenizer_lacks(model: Path) -> None:
     edit(model, eos_token_id=300)
     assert any("is 300, but the tokenizer has no such id" in message for message in messages(model))
@@ -322,3 +333,84 @@ def test_the_command(model: Path, capsys) -> None:
     assert said["sound"] is False and said["exit_code"] == 10
     assert [fault["kind"] for fault in said["faults"]] == ["CheckpointError"] and said["faults"][0]["hint"]
     assert [each["consumer"] for each in said["consumers"]][-2:] == ["exllamav2", "quantkit"]
+
+
+# Whatever loading refuses, check tells; and it never fails itself
+
+
+def _damage_tensors(draw: random.Random, folder: Path) -> str:
+    tensors = load_file(folder / "model.safetensors")
+    name = draw.choice(sorted(tensors))
+    tensor = tensors[name]
+    kind = draw.choice(["drop", "rename", "dtype", "flat", "crop", "turn", "empty", "nan", "random"])
+    if kind == "drop":
+        del tensors[name]
+    elif kind == "rename":
+        tensors[name + "x"] = tensors.pop(name)
+    elif kind == "dtype":
+        tensors[name] = tensor.to(draw.choice([torch.int64, torch.float64, torch.int32, torch.bool, torch.float16]))
+    elif kind == "flat":
+        tensors[name] = tensor.flatten()[:-1].clone()
+    elif kind == "crop":
+        tensors[name] = tensor[: max(1, tensor.shape[0] // 2)].clone()
+    elif kind == "turn":
+        tensors[name] = tensor.t().contiguous() if tensor.dim() == 2 else tensor[None].clone()
+    elif kind == "empty":
+        tensors[name] = tensor[:0].clone()
+    elif kind == "nan" and tensor.is_floating_point():
+        tensor.view(-1)[draw.randrange(tensor.numel())] = float("nan")
+    elif not tensor.is_floating_point():
+        tensor.view(-1)[draw.randrange(tensor.numel())] = draw.randrange(-(2**31), 2**31)
+    save_file(tensors, folder / "model.safetensors")
+    return f"{kind} {name}"
+
+
+def _damage_json(draw: random.Random, folder: Path) -> str:
+    file = folder / draw.choice(["config.json", "quantize_config.json", "tokenizer_config.json", "generation_config.json"])
+    said = json.loads(file.read_text())
+    key = draw.choice(sorted(said))
+    value = draw.choice([tiny.ABSENT, None, -1, 0, 7, 2**40, "x", [], {}, True, 1.5, float("nan"), [[1]], {"a": None}])
+    if value is tiny.ABSENT:
+        del said[key]
+    else:
+        said[key] = value
+    if file.name == "quantize_config.json" and draw.random() < 0.7:
+        edit(folder, quantization_config=said)
+    file.write_text(json.dumps(said))
+    return f"{file.name}: {key} = {value}"
+
+
+def _damage_bytes(draw: random.Random, folder: Path) -> str:
+    file = folder / draw.choice(["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
+    raw = bytearray(file.read_bytes())
+    place = draw.randrange(min(len(raw), 4000))
+    if draw.random() < 0.3:
+        del raw[place:]
+    else:
+        raw[place] ^= 1 << draw.randrange(8)
+    file.write_bytes(raw)
+    return f"{file.name} at {place}"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_loading_refuses_is_told(seed: int, gptq: Path) -> None:
+    draw = random.Random(seed)
+    damages = [draw.choice([_damage_tensors, _damage_json, _damage_bytes])(draw, gptq)]
+    report = checked(gptq)
+    assert json.dumps(report.as_json(), allow_nan=False) and len(report.verdicts) == 7
+    refused = [_refusal(load, gptq), _refusal(_open_tokenizer, gptq)]
+    assert report.faults or refused == [None, None], (damages, refused)
+    assert not report.verdicts[-1].loads or refused[0] is None, (damages, refused)
+
+
+def _open_tokenizer(folder: Path) -> None:
+    with contextlib.suppress(RequestError):  # there is no template, as is their right
+        Tokenizer.open(folder).template()
+
+
+def _refusal(step: Callable, folder: Path) -> str | None:
+    try:
+        step(folder)
+    except QuantkitError as error:
+        return error.message
+    return None
