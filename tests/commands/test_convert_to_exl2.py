@@ -167,14 +167,14 @@ def test_a_checkpoint_of_another_tool(tmp_path: Path) -> None:
 
 
 def test_one_block_in_memory_when_calibrated(gptq: Path, calibrated, tmp_path: Path, monkeypatch) -> None:
-    """When a block is read, what was decoded of all blocks but the last one is gone."""
+    """When a block is read, what was decoded of all blocks but one other is gone."""
     deep = tiny.write_model(tmp_path / "deep", hidden_size=64, num_hidden_layers=4)
     quantkit.quantize(deep, tmp_path / "gptq", group_size=32, effort="nearest", evaluate=False, progress=Silent())
     decode, alive, most = DecodedCheckpoint.linear, [], []
 
     def watched(self, name: str):
         block = int(name.split(".")[2]) if "layers" in name else 99
-        older = [1 for held, other in alive if held() is not None and abs(other - block) > 1]
+        older = [1 for held, other in alive if held() is not None and other != block]
         most.append(len(older))
         stored = decode(self, name)
         alive.append((weakref.ref(stored), block))
@@ -183,7 +183,7 @@ def test_one_block_in_memory_when_calibrated(gptq: Path, calibrated, tmp_path: P
     monkeypatch.setattr(DecodedCheckpoint, "linear", watched)
     convert(tmp_path / "gptq", tmp_path / "out", bpw=5.0, evaluate=False)
     assert len(most) > 4 * 7
-    assert max(most) == 0
+    assert max(most) <= 7
 
 
 REFUSED = [
