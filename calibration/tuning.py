@@ -23,9 +23,9 @@ from quantkit.models.source import Device, Source
 from quantkit.models.transformer import Head, load_block, load_embedding, load_head
 from quantkit.progress import Progress
 
-BATCH_TOKENS = 2048
-SCALE_RATE, NORM_RATE = 3e-3, 2e-3
-WARM_UP = 4
+BATCH_TOKENS = 4096
+SCALE_RATE = NORM_RATE = 1e-3
+WARM_UP = 2
 FIRST_MOMENT, SECOND_MOMENT, TINY = 0.9, 0.99, 1e-8
 PREDICTIONS_AT_ONCE = 512
 

@@ -138,7 +138,7 @@ def test_tuning_brings_the_model_nearer_to_the_original(tmp_path: Path, monkeypa
     for name, scale in tuned.scales.items():
         held.linears[name] = replace(held.linears[name], scale=scale)
     after, _ = whole(path, held, ROWS)
-    assert after < 0.95 * before
+    assert after < 0.97 * before
     assert set(tuned.norms) == set(norms_of(Model.load(*parts(path), torch.float32), *parts(path)[1:]))
 
 
