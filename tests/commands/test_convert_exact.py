@@ -119,6 +119,15 @@ def test_layers_of_other_tools_keep_their_weights(case: str, tmp_path: Path) -> 
         assert hashlib.sha256(weight.numpy().tobytes()).hexdigest() == digest, name
 
 
+def test_awq_of_gptqmodel(tmp_path: Path) -> None:
+    """By the digests of the weights that its own kernel multiplies with."""
+    source = GOLDEN / "awq" / "model-gm-w4-g32"
+    digests = json.loads((source / "dequantized_sha256.json").read_text())
+    assert convert("awq-to-gptq", source, tmp_path / "gptq").exact == len(digests) == 14
+    for name, weight in weights(tmp_path / "gptq").items():
+        assert hashlib.sha256((weight + 0.0).numpy().tobytes()).hexdigest() == digests[name], name
+
+
 @pytest.mark.parametrize("model", ["exl2/tiny-llama", "exl2/llama-3.3bpw"])
 def test_exl2_of_exllamav2_to_dense(model: str, tmp_path: Path) -> None:
     with safe_open(GOLDEN / f"{model}.expected.safetensors", "pt") as file:
