@@ -52,7 +52,7 @@ def run(settings: RecommendSettings, progress: Progress) -> RecommendReport:
     caches = []
     for kv in kvs:
         tried = [fit(rate, weights, kv, context) for rate, weights in rates]
-        caches.append(next((found for found in reversed(tried) if found.fits), tried[0]))
+        caches.append(_best(tried))
     chosen = _choose(caches)
     least = fit(*rates[0], min(kvs, key=lambda kv: kv.bytes_per_token(blueprint.config)), context)
     contexts = _contexts(context, blueprint.config.context)
@@ -92,6 +92,16 @@ def _fit(
     resident = margin + needed.cache - kv.cache_bytes(config, RESIDENT_TOKENS, batch)
     streamed = resident >= 0 and needed.cache + memory.HOST_OVERHEAD <= budget.host
     return Fit(rate, kv, context, weights, needed, resident if streamed else margin, streamed)
+
+
+def _best(tried: Sequence[Fit]) -> Fit:
+    """Of one cache, from the smallest rate up: the most bits that fit on the device, or, where those are few, with the
+    older part of the cache elsewhere; the smallest rate where nothing fits."""
+    fitting = [fit for fit in tried if fit.fits]
+    whole = [fit for fit in fitting if not fit.streamed]
+    if whole and whole[-1].weights.bits_per_weight >= GOOD_ENOUGH:
+        return whole[-1]
+    return fitting[-1] if fitting else tried[0]
 
 
 def _choose(caches: Sequence[Fit]) -> Fit | None:

@@ -91,7 +91,7 @@ class RecommendReport:
             rate, weights = fits[0].rate, fits[0].weights
             kl = self.expected_kl.get(rate.name)
             shown_kl = [] if not self.expected_kl else ["" if kl is None else f"{kl:.4f}"]
-            cells = [f"{fit.margin / GIB:+.1f}{'*' if fit.streamed else ''}" for fit in fits]
+            cells = [f"{_gib(fit.margin)}{'*' if fit.streamed else ''}" for fit in fits]
             rows.append([rate.name, f"{weights.bits_per_weight:.2f}", f"{weights.total / GIB:.1f}", *shown_kl, *cells])
         return rows
 
@@ -103,7 +103,7 @@ class RecommendReport:
                 f"{fit.kv.bytes_per_token(self.blueprint.config) / 1024:.1f}",
                 f"{fit.need.cache / GIB:.2f}",
                 fit.rate.name if fit.fits else "none",
-                f"{fit.margin / GIB:+.1f}{'*' if fit.streamed else ''}",
+                f"{_gib(fit.margin)}{'*' if fit.streamed else ''}",
             ]
             for fit in self.caches
         ]
@@ -179,3 +179,8 @@ class RecommendReport:
 
 def _tokens(context: int) -> str:
     return f"{context // 1024}k" if context % 1024 == 0 else str(context)
+
+
+def _gib(size: int) -> str:
+    """With its sign, and three figures at most."""
+    return f"{size / GIB:+.1f}" if abs(size) >= 10 * GIB else f"{size / GIB:+.2f}"

@@ -74,6 +74,13 @@ def test_host_memory_takes_the_older_cache() -> None:
     assert little.chosen is None
 
 
+def test_what_fits_on_the_card_comes_before_what_is_streamed() -> None:
+    report = recommended("llama-3.1-70b", vram=48 * GIB, ram=64 * GIB, context=32768, kv="fp16")
+    assert report.chosen.rate.name == "exl2 4" and not report.chosen.streamed
+    longer = recommended("llama-3.1-70b", vram=48 * GIB, ram=64 * GIB, context=131072, kv="fp16")
+    assert longer.chosen.rate.name == "exl2 5" and longer.chosen.streamed
+
+
 def test_a_cpu_keeps_dense_weights_in_float32() -> None:
     report = recommended("qwen2.5-0.5b", ram=16 * GIB, context=4096)
     dense = next(fits[0] for fits in report.grid if fits[0].rate.format == "dense")
