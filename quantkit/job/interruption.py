@@ -30,8 +30,8 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, own in handlers.items():
-            signal.signal(number, own)
+        for held, own in handlers.items():
+            signal.signal(held, own)
     if heard:
         last, frame = heard[-1]
         handlers[last](last, frame)

@@ -68,20 +68,20 @@ def exl2(model: Path) -> list[str]:
 
 
 def test_quantize_killed_anywhere_gives_the_same_bytes(model: Path, tmp_path: Path) -> None:
-    found = killed(gptq(model), tmp_path / "work", {"every": 9})
+    found = killed(gptq(model), tmp_path / "work", {"every": 23})
     assert found["steps"] == 4 and set(found["contents"]) >= {"out/model.safetensors", "out/quantkit.json"}
     assert not [name for name in found["contents"] if not name.startswith("out/")]
-    assert require_unharmed(found) == len(found["runs"]) >= 8
+    assert require_unharmed(found) == len(found["runs"]) >= 6
 
 
 def test_quantize_with_measuring_killed_anywhere_gives_the_same_bytes(model: Path, tmp_path: Path) -> None:
-    found = killed(exl2(model), tmp_path / "work", {"every": 31})
+    found = killed(exl2(model), tmp_path / "work", {"every": 83})
     assert found["steps"] == 8  # gradients, three blocks measured, three blocks and the head quantized
-    assert require_unharmed(found) == len(found["runs"]) >= 4
+    assert require_unharmed(found) == len(found["runs"]) >= 3
 
 
 def test_measure_killed_anywhere_gives_the_same_file(model: Path, tmp_path: Path) -> None:
-    found = killed(["measure", str(model), "-o", "m.json", *TEXT], tmp_path / "work", {"every": 23})
+    found = killed(["measure", str(model), "-o", "m.json", *TEXT], tmp_path / "work", {"every": 41})
     assert list(found["contents"]) == ["m.json"]
     assert require_unharmed(found) == len(found["runs"]) >= 2
 
@@ -99,7 +99,7 @@ def convert(quantized: Path) -> list[str]:
 
 def test_convert_killed_anywhere_gives_the_same_bytes(quantized: Path, tmp_path: Path) -> None:
     """Measuring and quantizing are steps of a job; a folder that is there already is not looked into."""
-    found = killed(convert(quantized), tmp_path / "work", {"every": 71})
+    found = killed(convert(quantized), tmp_path / "work", {"every": 113})
     assert not [name for name in found["contents"] if not name.startswith("out/")]
     assert require_unharmed(found, again=CheckpointError.exit_code) == len(found["runs"]) >= 3
 
@@ -110,7 +110,7 @@ def test_killed_again_and_again(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_for_a_while_costs_no_finished_step(model: Path, tmp_path: Path) -> None:
-    found = killed(gptq(model), tmp_path / "work", {"every": 53, "manners": ["full"]})
+    found = killed(gptq(model), tmp_path / "work", {"every": 71, "manners": ["full"]})
     assert require_unharmed(found) == len(found["runs"]) >= 3
     codes = {code for one in found["runs"] for code in one["codes"]}
     assert codes <= {JobError.exit_code, CheckpointError.exit_code} and JobError.exit_code in codes
