@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 ABSENT = object()
@@ -128,6 +128,18 @@ def write_model(
     write_tensors(path, make_tensors(config, seed, DTYPES[dtype]), shards)
     if tokenizer:
         write_tokenizer(path)
+    return path
+
+
+def write_lonely_mixture(path: Path, family: str, **config_overrides: Any) -> Path:
+    """A mixture of five experts whose router never chooses the last one in any block; returns `path`."""
+    count = "num_local_experts" if family.startswith("Mixtral") else "num_experts"
+    write_model(path, family, **{count: 5}, **config_overrides)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))]:
+        # Of these logits the last is never among the two highest, whatever the token.
+        tensors[name] = torch.stack([tensors[name][0] * factor for factor in (1, 0.5, -1, -0.5, 0)])
+    write_tensors(path, tensors)
     return path
 
 

@@ -243,22 +243,9 @@ def test_groups_have_one_order(model: Path, tmp_path: Path) -> None:
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 
-def with_a_lonely_expert(path: Path, family: str) -> Path:
-    """A mixture of five experts of which the router never chooses the last."""
-    count = "num_local_experts" if family.startswith("Mixtral") else "num_experts"
-    source = tiny.write_model(path, family, num_hidden_layers=1, **{count: 5})
-    tensors = load_file(source / "model.safetensors")
-    (router,) = (name for name in tensors if name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight")))
-    direction = tensors[router][0]
-    # Of these logits the last is never among the two highest, whatever the token.
-    tensors[router] = torch.stack([direction * factor for factor in (1, 0.5, -1, -0.5, 0)])
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    return source
-
-
 @pytest.mark.parametrize("family", MIXTURES)
 def test_an_expert_that_no_token_reaches_is_rounded_and_said_so(family: str, tmp_path: Path) -> None:
-    source = with_a_lonely_expert(tmp_path / "model", family)
+    source = tiny.write_lonely_mixture(tmp_path / "model", family, num_hidden_layers=1)
     report = quantize(source, tmp_path / "out")
     lonely = {linear.name: linear for linear in report.linears if ".experts.4." in linear.name}
     assert len(lonely) == 3
@@ -298,7 +285,7 @@ def test_experts_with_few_tokens_are_solved_with_all_of_their_block(tmp_path: Pa
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_every_expert_sees_all_tokens_when_asked(family: str, tmp_path: Path) -> None:
-    source = with_a_lonely_expert(tmp_path / "model", family)
+    source = tiny.write_lonely_mixture(tmp_path / "model", family, num_hidden_layers=1)
     report = quantize(source, tmp_path / "out", route_all=True)
     experts = [linear for linear in report.linears if ".experts." in linear.name]
     assert len(experts) == 15
