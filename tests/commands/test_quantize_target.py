@@ -147,3 +147,18 @@ def test_the_command(tmp_path: Path, capsys) -> None:
     assert "group size 64" in capsys.readouterr().err
     found = run_check(CheckSettings(tmp_path / "out"), Silent())
     assert next(verdict for verdict in found.verdicts if verdict.consumer == "vLLM plain").loads
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Phi3ForCausalLM"])
+def test_exl2_is_planned_as_it_is_written(family: str, tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", family, num_hidden_layers=1, hidden_size=128, intermediate_size=128)
+    settings = QuantizeSettings(
+        str(source), tmp_path / "out", "exl2", bpw=4.0, samples=2, length=32, evaluate=False, target="exllamav2"
+    )
+    subject = open_subject(open_checkpoint(source), settings, choose_placement("cpu", "fp32"))
+    planned = planned_inventory(settings, subject)
+    run(settings, Silent())
+    found = take(open_checkpoint(tmp_path / "out"))
+    assert [linear.name for linear in planned.linears] == [linear.name for linear in found.linears]
+    assert [verdict.loads for verdict in verdicts(planned)] == [verdict.loads for verdict in verdicts(found)]
+    assert next(verdict for verdict in verdicts(found) if verdict.consumer == "exllamav2").loads
