@@ -160,10 +160,17 @@ def require_reachable(measurement: Measurement, target: float, *, head_bits: int
 
 
 def require_no_dense(measurement: Measurement) -> None:
-    """`--strict`: FormatError where the format cannot hold a linear."""
+    """`--strict`: FormatError where the format cannot hold a linear, or only with its last 16 rows at 2 bits."""
     for linear in measurement.dense:
         raise FormatError(
             f"`{linear.name}` cannot be quantized: {linear.dense_because} ({len(measurement.dense)} such linears)",
+            hint="leave out `--strict` to accept this, or use another format",
+        )
+    uneven = [linear for linear in measurement.linears if linear.in_features % exl2_layout.STEP]
+    for linear in uneven:
+        raise FormatError(
+            f"`{linear.name}` has {linear.in_features} input features, no multiple of {exl2_layout.STEP}: its last "
+            f"{exl2_layout.SHORT_STEP} rows can have 2 bits only ({len(uneven)} such linears)",
             hint="leave out `--strict` to accept this, or use another format",
         )
 
@@ -232,7 +239,9 @@ def _planned_head(spec: LinearSpec, head_bits: int) -> PlannedLinear | None:
 def _with_layout(spec: LinearSpec, layout: Layout) -> PlannedLinear:
     bits = exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias)
     parts = spec.widths if len(spec.widths) > 1 else ()
-    return PlannedLinear(spec.name, spec.in_features, spec.out_features, layout, bits, widths=parts)
+    first, last = layout.groups[0].rows, layout.groups[-1].rows
+    short = (last, first) if last < exl2_layout.STEP else None
+    return PlannedLinear(spec.name, spec.in_features, spec.out_features, layout, bits, short_group=short, widths=parts)
 
 
 def _require_mix(name: str, mix: str) -> None:

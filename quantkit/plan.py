@@ -116,10 +116,12 @@ class Plan:
         for linear in self.short:
             last, rows = linear.short_group or (0, 0)
             divisors = [size for size in (1024, 512, 256, 128, 64, 32) if self._divides_all(size)]
+            mixed = linear.layout is not None and len({group.bits for group in linear.layout.groups}) > 1
+            instead = "or use another format" if mixed else f"or use `--group-size {divisors[0] if divisors else -1}`"
             raise FormatError(
                 f"`{linear.name}` has {linear.in_features} input rows, which group size {rows} does not divide: "
                 f"the last group has {last} ({len(self.short)} such linears)",
-                hint=hint + f"or use `--group-size {divisors[0] if divisors else -1}`",
+                hint=hint + instead,
             )
 
     def _divides_all(self, group_size: int) -> bool:

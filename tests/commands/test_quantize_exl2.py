@@ -142,8 +142,14 @@ def test_what_exl2_cannot_hold_stays_dense_is_said_and_refused_when_strict(tmp_p
 
 
 def test_sixteen_rows_too_many_are_quantized_too(tmp_path: Path) -> None:
-    source = tiny.write_model(tmp_path / "model", intermediate_size=112, dtype="bfloat16")
-    report = quantize(source, tmp_path / "out", bpw=5.0, strict=True)
+    source = tiny.write_model(tmp_path / "model", intermediate_size=144, dtype="bfloat16")
+    with pytest.raises(FormatError, match=r"down_proj` has 144 input features, no multiple of 32: its last 16 rows"):
+        quantize(source, tmp_path / "strict", bpw=5.0, strict=True)
+    report = quantize(source, tmp_path / "out", bpw=5.0)
+    assert any("`mlp.down_proj` " in remark and "the last group has 16 rows" in remark for remark in report.remarks())
+    with pytest.raises(FormatError, match="the last group has 16") as caught:
+        report.plan.require_regular()
+    assert "--group-size" not in (caught.value.hint or "")
     down = next(linear for linear in report.plan.linears if linear.kind == "mlp.down_proj")
     assert down.layout is not None and (down.layout.groups[-1].bits, down.layout.groups[-1].rows) == (2, 16)
     assert linear_bits(tmp_path / "out") <= 5.0
