@@ -36,10 +36,7 @@ WEIGHT_ENDINGS = (*PICKLE_ENDINGS, ".safetensors", ".gguf", ".h5", ".msgpack", "
 TEMPLATE_FOLDER = "additional_chat_templates"
 
 PICKLE_REASON = "pickled weights can run code when they are opened, so quantkit reads safetensors only"
-PICKLE_HINT = (
-    "use a safetensors version of this model, or convert it where you trust the file: python -c "
-    "'from transformers import AutoModelForCausalLM as M; M.from_pretrained(\"IN\").save_pretrained(\"OUT\")'"
-)
+PICKLE_HINT = "use a safetensors version of this model, or `quantkit convert pickle-to-safetensors IN OUT`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ def test_pickles_alone_are_refused_with_the_reason(tmp_path: Path, name: str) ->
     (tmp_path / name).write_bytes(b"\x80\x02}.")
     error = refusal(tmp_path)
     assert f"has only pickled weights (`{name}`): pickled weights can run code when they are opened" in error.message
-    assert "save_pretrained" in str(error.hint)
+    assert "quantkit convert pickle-to-safetensors" in str(error.hint)
 
 
 def test_gguf_alone_is_told_how_to_convert(tmp_path: Path) -> None:
