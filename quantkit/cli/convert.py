@@ -38,7 +38,9 @@ def _command(route: Route) -> Callable[..., None]:
 
     def run_route(**values: Any) -> None:
         as_json = values.pop("json")
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
         _run(ConvertSettings(route=route.name, **fields), as_json)
 
     names = (*options.ALWAYS_FIRST, *route.options, *options.ALWAYS_LAST)

@@ -6,6 +6,7 @@ symmetric GPTQ, which all readers take; any other becomes `gptq_v2`, which can h
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ def awq_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport:
             new.add_linear(module, stored, weight, module=module)
             task.advance(note=module)
         new.add_others()
-        rules = {f"-:^{name}$": {} for name in _dense(source)}
+        rules: dict[str, dict[str, Any]] = {f"-:^{name}$": {} for name in _dense(source)}
         written = gptq_config.write(own, true_sequential=False, dynamic=rules)
         size = new.finish({**source.config, "quantization_config": written}, {"quantize_config.json": written})
     return ConvertReport(

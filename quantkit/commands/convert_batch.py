@@ -164,6 +164,7 @@ def _typed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
         default = ConvertSettings.__dataclass_fields__[name].default
+        wanted: type
         if name in PATHS:
             value, wanted = Path(value) if isinstance(value, str) else value, Path
         elif name == "match":
