@@ -1,4 +1,4 @@
-"""The memory model against memory: loads models in processes of their own and prints what they took beside what was said.
+"""The memory model against memory: models are loaded in processes of their own, what they took beside what was said.
 
     python docs/bench/memory.py MODEL… [--dtype fp32] [--tokens 512]
 
@@ -77,8 +77,8 @@ def main() -> None:
             sizes["total"] = sum(sizes.values())
         for part, size in said.items():
             ratio = taken[part] / size
-            name = Path(model).name
-            print(f"| {name} | {options.dtype} | {part} | {size / MIB:.1f} | {taken[part] / MIB:.1f} | {ratio:.2f} |")
+            name = f"{Path(model).name} | {options.dtype}"
+            print(f"| {name} | {part} | {size / MIB:.1f} | {taken[part] / MIB:.1f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class Checkpoint:
         return [f"{module}.{suffix}" for module in self._modules_of(name) for suffix in self._suffixes[module]]
 
     def suffixes(self, module: str) -> list[str]:
-        """What follows the name of a module on disk in the names of its tensors; empty where there is no such module."""
+        """What follows the name of a module in the names of its tensors; empty where there is no such module."""
         return list(self._suffixes.get(module, ()))
 
     def side_files(self) -> list[Path]:

@@ -45,8 +45,9 @@ class Rule:
 
     def codec(self, base: GptqCodec) -> GptqCodec:
         """Raises FormatError, with the rule in it, for a width or group size that GPTQ lacks."""
+        changes: dict[str, Any] = dict(self.changes or {})
         try:
-            return replace(base, **dict(self.changes or {}))
+            return replace(base, **changes)
         except FormatError as error:
             raise FormatError(f"`{self.option}`: {error.message}", hint=SHAPE) from error
 
