@@ -41,22 +41,25 @@ class Case:
     family: str = "LlamaForCausalLM"
     tied: bool = False
     respell: bool = False
+    intermediate: int = 256
 
 
 def _settings() -> list[Case]:
-    """Widths × group sizes × symmetry × act-order × format. In groups of 96 rows the last one has 32 or 64."""
+    """Widths × group sizes × symmetry × act-order × format. Where groups have 64 rows the last of `down_proj` has 32."""
     cases = []
     for bits, group_size, symmetry, act_order, written in itertools.product(
-        (2, 3, 4, 8), (32, 96, -1), ("sym", "asym"), (False, True), ("gptq", "gptq_v2")
+        (2, 3, 4, 8), (32, 64, -1), ("sym", "asym"), (False, True), ("gptq", "gptq_v2")
     ):
         options = ["--bits", str(bits), "--group-size", str(group_size), f"--{symmetry}", "--checkpoint-format", written]
         readers = set(READERS)
         if symmetry == "asym" and written == "gptq":
             readers.discard("gptqmodel")  # it takes such files from itself alone
-        if group_size == 96 and bits == 4:
-            readers.discard("transformers")  # the kernel that it chooses on a CPU
+        if bits == 4 and group_size != 32:
+            readers.discard("transformers")  # the kernel that it chooses on a CPU multiplies wrongly
         name = f"w{bits}-g{group_size}-{symmetry}{'-act' if act_order else ''}-{written}"
-        cases.append(Case(name, (*options, *(["--act-order"] if act_order else [])), tuple(sorted(readers))))
+        options += ["--act-order"] if act_order else []
+        intermediate = 288 if group_size == 64 else 256
+        cases.append(Case(name, tuple(options), tuple(sorted(readers)), intermediate=intermediate))
     return cases
 
 
@@ -92,10 +95,10 @@ def written(tmp_path_factory) -> dict[str, Path]:
     ids = torch.randint(0, 200, (2, 24), generator=torch.Generator().manual_seed(1))
 
     @cache
-    def model(family: str, tied: bool, respell: bool) -> Path:
-        path = folder / f"{family}{tied}{respell}"
+    def model(family: str, tied: bool, respell: bool, intermediate: int) -> Path:
+        path = folder / f"{family}{tied}{respell}{intermediate}"
         write = write_lonely_mixture if family in MIXTURES else write_model
-        write(path, family, hidden_size=128, intermediate_size=256, tie_word_embeddings=tied)
+        write(path, family, hidden_size=128, intermediate_size=intermediate, tie_word_embeddings=tied)
         if respell:
             tensors = load_file(path / "model.safetensors")
             save_file({respelled(name): tensor for name, tensor in tensors.items()}, path / "model.safetensors")
@@ -103,7 +106,7 @@ def written(tmp_path_factory) -> dict[str, Path]:
 
     folders = {}
     for case in CASES:
-        source, out = model(case.family, case.tied, case.respell), folder / case.name
+        source, out = model(case.family, case.tied, case.respell, case.intermediate), folder / case.name
         options = ["--group-size", "32", "--effort", "fast", "--samples", "8", "--length", "64", "--no-eval", *case.options]
         assert cli.run(["quantize", str(source), "-o", str(out), *options]) == 0, case.name
         save_file({"input_ids": ids}, out / "probe.safetensors")
