@@ -40,10 +40,19 @@ def tune_result(job: QuantizeJob, kept: Job, seed: int, progress: Progress) -> t
     if not kept.has(STEP):
         start = time.monotonic(), time.process_time()
         subject = job.subject
-        place = subject.config, subject.architecture
         rounded = _KeptLinears(job, kept)
-        settings = {"dtype": subject.placement.dtype, "device": subject.placement.device, "progress": progress}
-        tuned = tune(subject.checkpoint, rounded, *place, subject.rows, PASSES, seed=seed, **settings)
+        tuned = tune(
+            subject.checkpoint,
+            rounded,
+            subject.config,
+            subject.architecture,
+            subject.rows,
+            PASSES,
+            seed=seed,
+            dtype=subject.placement.dtype,
+            device=subject.placement.device,
+            progress=progress,
+        )
         windows = held_back_rows(subject, JUDGED_WINDOWS, JUDGED_LENGTH)
         before = _judge(job, _Result(subject.checkpoint, rounded, None), windows)
         result = _Result(subject.checkpoint, rounded, tuned)
@@ -97,6 +106,7 @@ class _KeptLinears:
 
     def linear(self, name: str) -> RoundedLinear:
         stored = self.stored(name)
+        assert stored.row_groups is not None
         return RoundedLinear(stored.steps(), stored.row_groups, self.scales[name], stored.bias)
 
 
