@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from quantkit.formats import exl2_layout, exl2_mix
+from quantkit.formats.exl2_config import DENSE_HEAD_BITS
 from quantkit.formats.gptq import GptqCodec
 from quantkit.models.architecture import Architecture
 from quantkit.models.attention import PIECE
@@ -26,7 +27,6 @@ DEVICE_OVERHEAD = 768 << 20
 """Taken before the first weight: the CUDA context, its libraries and their workspace. An assumption."""
 HOST_OVERHEAD = 384 << 20
 """A process that has imported torch."""
-DENSE_HEAD_BITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +140,10 @@ def _is_end(name: str) -> bool:
 
 
 def _head(rate: Rate, config: ModelConfig, dense_bytes: int) -> int:
-    if rate.head_bits == DENSE_HEAD_BITS:
+    quantized = rate.head_bits != DENSE_HEAD_BITS
+    layout = exl2_mix.head_layout(rate.head_bits, config.hidden_size) if quantized else None
+    if layout is None:
         return 0 if config.tie_embeddings else dense_bytes * config.vocab_size * config.hidden_size
-    layout = exl2_layout.mixed(config.hidden_size, exl2_mix.read(exl2_mix.HEAD[rate.head_bits]))
     return exl2_layout.stored_bits(layout, config.vocab_size, bias=False) // 8
 
 

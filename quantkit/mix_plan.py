@@ -14,12 +14,12 @@ from quantkit.allocation import Allocation, Option, allocate, require_feasible
 from quantkit.errors import FormatError, PlanError, UsageError
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.formats.codec import Layout
+from quantkit.formats.exl2_config import DENSE_HEAD_BITS
 from quantkit.measurement import Candidate, Measurement, load_json, save_json
 from quantkit.models.architecture import LinearSpec
 from quantkit.plan import Plan, PlannedLinear
 
 KIND, VERSION = "quantkit plan", 1
-DENSE_HEAD_BITS = 16
 MOST_BITS = 64
 NEAR = 0.995
 """A plan that takes less of its target than this is remarked upon."""
@@ -200,9 +200,9 @@ def _budget(
 def head_stored_bits(measurement: Measurement, head_bits: int) -> int:
     """All bits of the head on disk; 16 for each weight where it is not quantized."""
     hidden = measurement.head_inputs
-    if head_bits == DENSE_HEAD_BITS or exl2_layout.shape_refusal(hidden, 2) is not None:
+    layout = None if head_bits == DENSE_HEAD_BITS else exl2_mix.head_layout(head_bits, hidden)
+    if layout is None:
         return DENSE_HEAD_BITS * measurement.head_weights
-    layout = exl2_layout.mixed(hidden, exl2_mix.head(head_bits, hidden))
     return exl2_layout.stored_bits(layout, measurement.head_weights // hidden, bias=False)
 
 
@@ -231,9 +231,8 @@ def _planned(spec: LinearSpec, mix: str) -> PlannedLinear:
 
 def _planned_head(spec: LinearSpec, head_bits: int) -> PlannedLinear | None:
     """None where EXL2 cannot hold it."""
-    if exl2_layout.shape_refusal(spec.in_features, 2) is not None:
-        return None
-    return _with_layout(spec, exl2_layout.mixed(spec.in_features, exl2_mix.head(head_bits, spec.in_features)))
+    layout = exl2_mix.head_layout(head_bits, spec.in_features)
+    return None if layout is None else _with_layout(spec, layout)
 
 
 def _with_layout(spec: LinearSpec, layout: Layout) -> PlannedLinear:

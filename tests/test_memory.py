@@ -91,9 +91,9 @@ def test_gptq_takes_what_its_files_take(name: str, tmp_path: Path) -> None:
     assert dense.total == open_checkpoint(source).stored_bytes == 2 * plan.parameters
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_exl2_takes_what_its_files_take(tied: bool, tmp_path: Path) -> None:
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
+@pytest.mark.parametrize(("tied", "hidden_size"), [(False, 256), (True, 256), (False, 272)])
+def test_exl2_takes_what_its_files_take(tied: bool, hidden_size: int, tmp_path: Path) -> None:
+    shape = {"hidden_size": hidden_size, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
     source = tiny.write_model(tmp_path / "model", dtype="bfloat16", tie_word_embeddings=tied, **shape)
     settings = {"format": "exl2", "bpw": 4.0, "samples": 4, "length": 64, "evaluate": False}
     run(QuantizeSettings(str(source), tmp_path / "out", **settings), Silent())
@@ -102,6 +102,14 @@ def test_exl2_takes_what_its_files_take(tied: bool, tmp_path: Path) -> None:
     assert weights.total == pytest.approx(file_bytes(tmp_path / "out"), rel=0.01)
     checkpoint = open_checkpoint(tmp_path / "out")
     assert weights.head * 8 == checkpoint.linear("lm_head").stored_bits
+
+
+def test_a_head_that_exl2_cannot_hold_stays_as_it_is(tmp_path: Path) -> None:
+    raw = json.loads(config("llama-3.1-8b").read_text()) | {"hidden_size": 4100, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    plan = open_blueprint(tmp_path)
+    weights = weights_at(Rate("exl2", 4.0, head_bits=6), plan.config, plan.architecture)
+    assert weights.head == weights.embedding == 2 * 4100 * raw["vocab_size"]
 
 
 def test_a_linear_that_gptq_cannot_hold_stays_dense(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from quantkit.commands.convert_folder import open_source
 from quantkit.commands.convert_report import AddedDamage, ConvertReport
 from quantkit.errors import CheckpointError, FormatError, UsageError
 from quantkit.formats import exl2_layout, gptq
+from quantkit.formats.exl2_config import DENSE_HEAD_BITS
 from quantkit.measurement import Measurement
-from quantkit.mix_plan import DENSE_HEAD_BITS, plan_mixes, require_head_bits
+from quantkit.mix_plan import plan_mixes, require_head_bits
 from quantkit.models.architecture import HEAD
 from quantkit.progress import Progress
 from quantkit.settings import ConvertSettings, MeasureSettings, QuantizeSettings

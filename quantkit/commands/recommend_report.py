@@ -5,6 +5,7 @@ from typing import Any
 
 from quantkit import memory
 from quantkit.commands.blueprint import Blueprint
+from quantkit.formats.exl2_config import DENSE_HEAD_BITS
 from quantkit.memory import KvFormat, Need, Rate, Weights
 
 GIB = 2**30
@@ -122,7 +123,7 @@ class RecommendReport:
             if self.longest is not None:
                 rows.append(["what would fit", f"{self.longest:,} positions with these"])
             return rows
-        head = "as it is" if fit.rate.head_bits == memory.DENSE_HEAD_BITS else f"{fit.rate.head_bits} bits"
+        head = "as it is" if fit.rate.head_bits == DENSE_HEAD_BITS else f"{fit.rate.head_bits} bits"
         need = fit.need
         rows += [
             ["recommended", f"{fit.rate.name}, head {head}, cache {fit.kv.name}"],

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from quantkit.errors import FormatError
 from quantkit.formats import exl2_layout
+from quantkit.formats.codec import Layout
 from quantkit.formats.exl2_layout import SHORT_STEP, STEP, Width
 
 _PART = re.compile(r"(\d+)@(-?\d+)(?::(\d+(?:\.\d+)?)%)?")
@@ -90,9 +91,11 @@ def held(widths: Sequence[Width], in_features: int) -> tuple[Width, ...]:
     return (*shrunk, Width(2, STEP, tail))
 
 
-def head(bits: int, in_features: int) -> tuple[Width, ...]:
-    """The mix of a head of so many bits, one of `HEAD`."""
-    return held(read(HEAD[bits]), in_features)
+def head_layout(bits: int, in_features: int) -> Layout | None:
+    """The layout of a head of so many bits, one of `HEAD`; None where EXL2 cannot hold so many input features."""
+    if exl2_layout.shape_refusal(in_features, 2) is not None:
+        return None
+    return exl2_layout.mixed(in_features, held(read(HEAD[bits]), in_features))
 
 
 def spell(widths: Sequence[Width]) -> str:
