@@ -18,7 +18,6 @@ from torch import Tensor
 
 PAGE = 256
 GROUP = 32
-KV_BITS = (16, 8, 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

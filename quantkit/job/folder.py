@@ -59,9 +59,6 @@ class JobFolder:
             if place.name.startswith("states-") and place.name not in names:
                 _remove(place)
 
-    def remove_file(self, name: str) -> None:
-        _remove(self.path / name)
-
     def empty(self) -> None:
         """Everything goes but the journal."""
         for place in self.path.iterdir():
