@@ -4,7 +4,8 @@
 
 Each consumer is an entry of CONSUMERS: for each format the rules that it has. A rule is a small function from an
 inventory to the objections it finds, together with where the fact is known from. A caution does not stop loading.
-Sources: "run" was seen by running that tool, "source" was read in its code, "docs" is its documentation.
+Sources: "run" was seen by running that tool, "source" was read in its code, "issue" was told by its users or makers;
+"nobody tried" says that nothing is known.
 """
 
 from collections.abc import Iterator, Mapping
