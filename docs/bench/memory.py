@@ -70,7 +70,8 @@ def main() -> None:
         return
     print("| model | dtype | part | said, MiB | taken, MiB | ratio |\n| --- | --- | --- | --- | --- | --- |")
     for model in options.models:
-        command = [sys.executable, __file__, model, "--child", "--dtype", options.dtype, "--tokens", str(options.tokens)]
+        asked = ["--dtype", options.dtype, "--tokens", str(options.tokens)]
+        command = [sys.executable, __file__, model, "--child", *asked]
         taken = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
         said = predict(model, options.dtype, options.tokens)
         for sizes in (said, taken):

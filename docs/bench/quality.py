@@ -10,7 +10,6 @@ and the perplexity, over the first windows of 512 tokens of EVALUATION. Rungs ru
 OMP_NUM_THREADS says, and cost what the processor spent on them; a gradient pass, made once, counts wherever it is used.
 """
 
-# ruff: noqa: T201
 import argparse
 import json
 import time

@@ -1,7 +1,8 @@
 """Which rate an EXL2 conversion gets: the one asked for, or the lowest whose added KL stays under a bound, by trial.
 
 Predicted damage ranks rates well and errs in scale. So the rate whose prediction meets the bound is tried, what it
-really adds corrects the scale, and so on, until the next rate would be one that was tried before.
+really adds corrects the scale, and so on, until the next rate would be one that was tried before. Where that is not
+so after two trials, the prediction has another shape than the truth, and the rates between are halved instead.
 """
 
 from collections.abc import Callable
@@ -55,6 +56,10 @@ def lowest_rate(
             rate = next((other for other in predicted if other > max(bad)), max(predicted))
         if rate in trials or (good and rate > min(good)):
             break
+        if len(trials) > 1:
+            rate = _middle([other for other in predicted if max(bad, default=0) < other < min(good, default=9)], rate)
+        if not good and len(trials) == MOST_TRIALS - 1:
+            rate = max(predicted)
         trials[rate] = attempt(rate)
         if predicted[rate] > 0 and trials[rate] > 0:
             scale = trials[rate] / predicted[rate]
@@ -67,3 +72,7 @@ def lowest_rate(
             hint=f"use `--match {best.added * 1.05:.2g}`, or name a rate with `--bpw`",
         )
     return min(good), found
+
+
+def _middle(rates: list[float], otherwise: float) -> float:
+    return rates[len(rates) // 2] if rates else otherwise

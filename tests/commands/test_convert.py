@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit.commands import convert
 from quantkit.commands.convert_gguf_to_hf import GgufImport
+from quantkit.commands.convert_routes import ROUTES
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.progress import Silent
 from quantkit.settings import ConvertSettings
@@ -173,4 +174,4 @@ def test_the_source_is_never_replaced(tmp_path) -> None:
 def test_an_unknown_route_lists_those_there_are(tmp_path) -> None:
     with pytest.raises(UsageError) as error:
         convert.run(ConvertSettings("gguf-to-gptq", tmp_path / "a", tmp_path / "b"), Silent())
-    assert error.value.hint == "routes: gguf-to-hf"
+    assert error.value.hint == "routes: " + ", ".join(route.name for route in ROUTES)

@@ -139,7 +139,9 @@ def test_two_hundred_kills(model: Path, quantized: Path, tmp_path: Path) -> None
 
 def test_ctrl_c_says_how_to_go_on(model: Path, tmp_path: Path) -> None:
     arguments = [*gptq(model), "--samples", "64", "--length", "256"]
-    command = [sys.executable, "-m", "quantkit", *arguments, "--restart"]
+    # The suite itself may run where Ctrl-C is ignored, which a child would inherit.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from quantkit.cli import main; main()"
+    command = [sys.executable, "-c", heard, *arguments, "--restart"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=one_thread())
     while not list(tmp_path.glob("out.job/step-quantize-0.safetensors")):
         assert process.poll() is None, "it ended before it could be interrupted"

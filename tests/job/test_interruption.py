@@ -9,6 +9,14 @@ import pytest
 from quantkit.job.interruption import uninterrupted
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """Ctrl-C acts as in a terminal: the suite itself may run where it is ignored, as a shell's background job."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_is_heard_when_the_block_ends() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), uninterrupted():

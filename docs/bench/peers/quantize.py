@@ -98,7 +98,7 @@ def main() -> None:
     # AutoRound may name a folder of its own inside the one it is given.
     place = asked.out if (asked.out / "config.json").is_file() else next(asked.out.glob("*/config.json")).parent
     (place / "cost.json").write_text(json.dumps(cost, indent=1))
-    print(json.dumps(cost))  # noqa: T201
+    print(json.dumps(cost))
 
 
 main()
