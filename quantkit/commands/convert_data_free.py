@@ -16,12 +16,14 @@ from torch import Tensor
 from quantkit.checkpoint.decoded import DecodedCheckpoint
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.commands.convert_folder import rewriting
+from quantkit.commands.convert_folder import has_own_head, rewriting
 from quantkit.commands.measure_outline import candidate_layouts
+from quantkit.commands.quantize_job import stored_bits
 from quantkit.commands.quantize_recipe import exl2_codec
 from quantkit.formats import exl2_config, exl2_layout
 from quantkit.formats.codec import Codes, Layout, StoredTensor
 from quantkit.formats.exl2 import Exl2Codec
+from quantkit.inventory import head_spec
 from quantkit.measurement import Candidate, MeasuredLinear, Measurement
 from quantkit.mix_plan import plan_mixes
 from quantkit.models.architecture import EMBEDDING, HEAD, LinearSpec
@@ -49,9 +51,9 @@ class DataFree:
         with progress.task("measure weights", total=len(specs)) as task:
             for spec in specs:
                 layouts = candidate_layouts(spec, decoded.group_rows(spec.name, spec.in_features))
-                linears.append(_measure(source.linear(spec.name), spec, layouts, _stored_bits(source, spec.name)))
+                linears.append(_measure(source.linear(spec.name), spec, layouts, stored_bits(source, spec.name)))
                 task.advance(note=spec.name)
-        head = _head(source)
+        head = head_spec(source.model_config)
         weights = head.in_features * head.out_features
         measurement = Measurement(fingerprint(source), head.in_features, weights, {}, tuple(linears))
         return cls(source, head_bits, measurement)
@@ -62,10 +64,10 @@ class DataFree:
 
     def write(self, rate: float, out: Path, overwrite: bool, progress: Progress) -> None:
         """Raises PlanError for a rate out of reach, FormatError for weights that EXL2 cannot hold."""
-        source, head = self.source, _head(self.source)
+        source, head = self.source, head_spec(self.source.model_config)
         mixes, _ = plan_mixes(self.measurement, rate, head_bits=self.head_bits)
-        stored_bits = {spec.name: _stored_bits(source, spec.name) for spec in _specs(source)}
-        plan = mixes.layouts(_specs(source), head, stored_bits)
+        before_bits = {spec.name: stored_bits(source, spec.name) for spec in _specs(source)}
+        plan = mixes.layouts(_specs(source), head, before_bits)
         with (
             rewriting(source, out, overwrite=overwrite) as new,
             progress.task("quantize", total=len(plan.work)) as task,
@@ -92,8 +94,9 @@ class DataFree:
 def nearest(before: StoredTensor, linear: PlannedLinear) -> Codes:
     """The weight rounded in the layout that was planned for it."""
     weight = before.dequantize().to(torch.float32).contiguous()
+    order = _order(weight, before.row_groups)
     assert linear.layout is not None
-    return _round(weight[_order(weight, before.row_groups)], linear.layout, _order(weight, before.row_groups))
+    return _round(weight[order], linear.layout, order)
 
 
 def _round(rows: Tensor, layout: Layout, order: Tensor) -> Codes:
@@ -151,16 +154,6 @@ def _specs(source: Checkpoint) -> list[LinearSpec]:
     return [spec for spec in source.architecture.linears(source.model_config) if spec.quantizable]
 
 
-def _head(source: Checkpoint) -> LinearSpec:
-    config = source.model_config
-    return LinearSpec(HEAD, config.hidden_size, (config.vocab_size,), ("head",), HEAD)
-
-
 def _read(source: Checkpoint, linear: PlannedLinear) -> StoredTensor:
-    tied = linear.name == HEAD and not any(name.startswith(f"{HEAD}.") for name in source.names())
+    tied = linear.name == HEAD and not has_own_head(source)
     return source.linear(EMBEDDING if tied else linear.name)
-
-
-def _stored_bits(source: Checkpoint, name: str) -> int:
-    infos = [source.info(tensor) for tensor in source.tensors_of(name)]
-    return sum(torch.Size(info.shape).numel() * info.dtype.itemsize * 8 for info in infos)

@@ -10,6 +10,7 @@ In memory is what the caller holds, one linear, and 32 bytes for each tensor.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.spelling import on_disk
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from quantkit.errors import CheckpointError
 from quantkit.formats.codec import StoredTensor
 from quantkit.models.architecture import HEAD
 
@@ -51,7 +53,7 @@ class Rewriting:
 
     def replace(self, linear: str) -> None:
         """The source's tensors of this linear are not wanted. A tied head has none."""
-        if linear != HEAD or _has_head(self._checkpoint):
+        if linear != HEAD or has_own_head(self._checkpoint):
             self._replaced.update(self._checkpoint.tensors_of(linear))
 
     def left(self) -> list[str]:
@@ -97,20 +99,33 @@ def rewriting(
 
 def module_on_disk(checkpoint: Checkpoint, linear: str) -> str:
     """What the checkpoint calls a linear; its Hugging Face name where it holds it in parts, or not at all."""
-    if linear == HEAD and not _has_head(checkpoint):
+    if linear == HEAD and not has_own_head(checkpoint):
         return linear
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors_of(linear)}
     return modules.pop() if len(modules) == 1 else linear
 
 
+def has_own_head(checkpoint: Checkpoint) -> bool:
+    """Whether there are tensors of a head, be it tied or not."""
+    return any(name.startswith(f"{HEAD}.") for name in checkpoint.names())
+
+
+def parameters(checkpoint: Checkpoint) -> int:
+    """Weights of the model, a tied head not counted twice."""
+    return sum(map(prod, checkpoint.architecture.tensors(checkpoint.model_config).values()))
+
+
+def require_free(out: Path, *, overwrite: bool) -> None:
+    """CheckpointError for a folder that may not be replaced, asked before the hours that fill it."""
+    if out.exists() and not overwrite and any(out.iterdir()):
+        raise CheckpointError(f"`{out}` is not empty", hint="use `--overwrite`, or choose another folder")
+
+
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the model without what its quantizer put there."""
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 def open_source(path: Path) -> Checkpoint:
     """A folder, or a model of the hub by its id."""
     return open_checkpoint(str(path))
-
-
-def _has_head(checkpoint: Checkpoint) -> bool:
-    return any(name.startswith(f"{HEAD}.") for name in checkpoint.names())

@@ -21,7 +21,7 @@ from quantkit.commands import measure, quantize
 from quantkit.commands.convert_damage import Trial, weight_errors
 from quantkit.commands.convert_data_free import DataFree
 from quantkit.commands.convert_exl2_rate import BOUND, lowest_rate
-from quantkit.commands.convert_folder import open_source
+from quantkit.commands.convert_folder import has_own_head, open_source, parameters, require_free
 from quantkit.commands.convert_report import AddedDamage, ConvertReport
 from quantkit.errors import CheckpointError, FormatError, UsageError
 from quantkit.formats import exl2_layout, gptq
@@ -63,7 +63,7 @@ def gptq_to_exl2(settings: ConvertSettings, progress: Progress) -> ConvertReport
         "bits_per_weight": quantization["bits_per_weight"],
         "head_bits": quantization["head_bits"],
     }
-    names = [*source.linears(), *([HEAD] if head_bits != DENSE_HEAD_BITS and _has_own_head(source) else [])]
+    names = [*source.linears(), *([HEAD] if head_bits != DENSE_HEAD_BITS and has_own_head(source) else [])]
     files = [file for file in settings.out.iterdir() if file.suffix == ".safetensors"]
     return ConvertReport(
         route=settings.route,
@@ -79,18 +79,6 @@ def gptq_to_exl2(settings: ConvertSettings, progress: Progress) -> ConvertReport
         facts=facts,
         damage=damage,
     )
-
-
-def parameters(checkpoint: Checkpoint) -> int:
-    """Weights of the model, a tied head not counted twice."""
-    shapes = checkpoint.architecture.tensors(checkpoint.model_config).values()
-    total = 0
-    for shape in shapes:
-        count = 1
-        for side in shape:
-            count *= side
-        total += count
-    return total
 
 
 class _Measured:
@@ -204,22 +192,17 @@ def _check(settings: ConvertSettings) -> None:
         raise UsageError("`--data-free` and `--original` are two ways", hint="use one of them")
     if settings.data_free and settings.measurement is not None:
         raise UsageError("a measurement needs text: `--data-free` reads none", hint="leave one of them out")
-    if settings.out.exists() and not settings.overwrite and any(settings.out.iterdir()):
-        raise CheckpointError(f"`{settings.out}` is not empty", hint="use `--overwrite`, or choose another folder")
+    require_free(settings.out, overwrite=settings.overwrite)
 
 
 def _head_bits(settings: ConvertSettings, source: Checkpoint) -> int:
-    quantized = _has_own_head(source) and not source.has(f"{HEAD}.weight")
+    quantized = has_own_head(source) and not source.has(f"{HEAD}.weight")
     if settings.head_bits is None:
         return QUANTIZED_HEAD_BITS if quantized else DENSE_HEAD_BITS
     require_head_bits(settings.head_bits)
     if quantized and settings.head_bits == DENSE_HEAD_BITS:
         raise UsageError("the head of the input is quantized already", hint="use `--head-bits 8`, or leave it out")
     return settings.head_bits
-
-
-def _has_own_head(source: Checkpoint) -> bool:
-    return any(name.startswith(f"{HEAD}.") for name in source.names())
 
 
 def _open_gptq(settings: ConvertSettings) -> Checkpoint:

@@ -13,9 +13,8 @@ import torch
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import quantize
 from quantkit.commands.convert_damage import Trial, weight_errors
-from quantkit.commands.convert_folder import open_source
+from quantkit.commands.convert_folder import open_source, parameters, require_free
 from quantkit.commands.convert_report import ConvertReport
-from quantkit.commands.convert_to_exl2 import parameters
 from quantkit.commands.convert_to_hf import dequantize
 from quantkit.errors import CheckpointError
 from quantkit.formats import exl2
@@ -31,8 +30,7 @@ def exl2_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport
     source = open_source(settings.source)
     if not any(exl2.recognise([name.rpartition(".")[2]]) for name in source.names()):
         raise CheckpointError(f"`{source.path}` has no linear in EXL2 form", hint="quantkit convert --list")
-    if settings.out.exists() and not settings.overwrite and any(settings.out.iterdir()):
-        raise CheckpointError(f"`{settings.out}` is not empty", hint="use `--overwrite`, or choose another folder")
+    require_free(settings.out, overwrite=settings.overwrite)
     trial = Trial.of(source, source, progress) if settings.evaluate else None
     between = settings.out.absolute().with_name(f".{settings.out.name}.dense")
     try:

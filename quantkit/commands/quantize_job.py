@@ -11,6 +11,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.quantize_recipe import Recipe
 from quantkit.errors import BackendError, CalibrationError, CheckpointError, FormatError, UsageError
 from quantkit.formats.codec import Codec
+from quantkit.inventory import head_spec
 from quantkit.models import catalog
 from quantkit.models.architecture import EMBEDDING, HEAD, Architecture, LinearSpec
 from quantkit.models.config import ModelConfig
@@ -58,7 +59,7 @@ class Subject:
     @property
     def head(self) -> LinearSpec:
         """The output linear, also where it is tied to the embedding."""
-        return LinearSpec(HEAD, self.config.hidden_size, (self.config.vocab_size,), ("head",), HEAD)
+        return head_spec(self.config)
 
     @property
     def stored_bits(self) -> dict[str, int]:
