@@ -148,12 +148,14 @@ def _settle(
     assert trial is not None
     bound = BOUND if settings.match is None else settings.match
     found: dict[float, AddedDamage] = {}
+    made: list[Path] = []
 
     def place(rate: float) -> Path:
         return settings.out.absolute().with_name(f"{settings.out.name}.trial-{rate:g}bpw")
 
     def attempt(rate: float) -> float:
         make(rate, place(rate), True, progress)
+        made.append(place(rate))
         found[rate] = trial.judge(place(rate), progress)
         added = found[rate].kl_mean - found[rate].kl_input
         progress.say(f"{rate:g} bits per weight: KL {found[rate].kl_mean:.5f}, {added:+.5f} to the input's")
@@ -164,8 +166,8 @@ def _settle(
         _take_place(place(rate), settings)
         return rate, found[rate]
     finally:
-        for tried in settings.out.absolute().parent.glob(f"{settings.out.name}.trial-*bpw"):
-            shutil.rmtree(tried, ignore_errors=True)
+        for trial_folder in made:
+            shutil.rmtree(trial_folder, ignore_errors=True)
 
 
 def _take_place(trial: Path, settings: ConvertSettings) -> None:
