@@ -16,6 +16,10 @@ The number is the exit code of the command line. Interrupted commands exit with 
 """
 
 
+OWN_FAULT = "this is a fault of quantkit: please report it"
+"""The hint where nothing that a user did can be the reason."""
+
+
 class QuantkitError(Exception):
     """Base of all errors a user can cause: one message and one hint that can be acted on."""
 

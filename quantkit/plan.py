@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import FormatError, GateError
+from quantkit.errors import OWN_FAULT, FormatError, GateError
 from quantkit.formats.codec import Codec, Layout
 from quantkit.models.architecture import LinearSpec
 
@@ -131,9 +131,11 @@ class Plan:
         """GateError unless exactly the planned linears were quantized."""
         planned, names = {linear.name for linear in self.work}, set(done)
         for name in sorted(planned - names):
-            raise GateError(f"`{name}` was planned but not quantized ({len(planned - names)} such linears)")
+            what = f"`{name}` was planned but not quantized ({len(planned - names)} such linears)"
+            raise GateError(what, hint=OWN_FAULT)
         for name in sorted(names - planned):
-            raise GateError(f"`{name}` was quantized but not planned ({len(names - planned)} such linears)")
+            what = f"`{name}` was quantized but not planned ({len(names - planned)} such linears)"
+            raise GateError(what, hint=OWN_FAULT)
 
     def as_json(self) -> dict[str, Any]:
         head = self.head

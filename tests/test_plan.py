@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.errors import FormatError, GateError
+from quantkit.errors import OWN_FAULT, FormatError, GateError
 from quantkit.formats.gptq import GptqCodec
 from quantkit.models.architecture import LinearSpec
 from quantkit.plan import kind_of, uniform
@@ -64,8 +64,9 @@ def test_one_group_is_never_short() -> None:
 def test_what_was_done_must_be_what_was_planned(done: list[str], words: str) -> None:
     plan = plan_of({"model.layers.0.a": (64, 64), "model.layers.1.a": (64, 64), "model.layers.1.b": (64, 60)})
     plan.check_done(["model.layers.1.a", "model.layers.0.a"])
-    with pytest.raises(GateError, match=words):
+    with pytest.raises(GateError, match=words) as caught:
         plan.check_done(done)
+    assert caught.value.hint == OWN_FAULT
 
 
 def test_json_lists_what_is_not_regular() -> None:

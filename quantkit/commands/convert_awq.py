@@ -15,7 +15,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.convert_folder import open_source, rewriting
 from quantkit.commands.convert_gptq_zeros import modules
 from quantkit.commands.convert_report import ConvertReport
-from quantkit.errors import CheckpointError, FormatError, GateError
+from quantkit.errors import OWN_FAULT, CheckpointError, FormatError, GateError
 from quantkit.formats import awq, gptq, gptq_config
 from quantkit.formats.gptq_config import GptqSettings
 from quantkit.formats.gptq_zeros import write_zeros
@@ -31,7 +31,7 @@ def awq_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport:
     start = time.monotonic()
     source = open_source(settings.source)
     if source.quantization is None or not awq.recognise(source.quantization) or not modules(source):
-        raise CheckpointError(f"`{source.path}` is no AWQ model", hint="quantkit convert --list")
+        raise CheckpointError(f"`{source.path}` is no AWQ model", hint="`quantkit convert --list` has all routes")
     awq.check(source.quantization, str(source.path / "config.json"))
     own = _settings(source)
     with (
@@ -55,7 +55,7 @@ def awq_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport:
                 tensors["bias"] = before.bias
             stored, weight = gptq.decode(module, tensors, own), before.dequantize()
             if not bool((stored.dequantize() == weight).all()):
-                raise GateError(f"`{module}` does not decode to the same weight: [{rows}, {columns}]")
+                raise GateError(f"`{module}` does not decode to the same weight: [{rows}, {columns}]", hint=OWN_FAULT)
             new.add_linear(module, stored, weight, module=module)
             task.advance(note=module)
         new.add_others()

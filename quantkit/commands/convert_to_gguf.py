@@ -19,7 +19,7 @@ from quantkit.checkpoint.gguf_writer import BLOCK, GgufFileWriter, blocks, expan
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.convert_folder import open_source
 from quantkit.commands.convert_report import ConvertReport, LinearError
-from quantkit.errors import CheckpointError, FormatError, GateError, UsageError
+from quantkit.errors import OWN_FAULT, CheckpointError, FormatError, GateError, UsageError
 from quantkit.formats import gptq
 from quantkit.formats.codec import StoredTensor
 from quantkit.formats.gptq import GptqTensor
@@ -56,7 +56,8 @@ def gptq_to_gguf(settings: ConvertSettings, progress: Progress) -> ConvertReport
     """From a GPTQ model; without a type every weight stays exact. Raises as `_export` does."""
     source = open_source(settings.source)
     if not any(gptq.recognise([name.rpartition(".")[2]]) for name in source.names()):
-        raise CheckpointError(f"`{source.path}` has no linear in GPTQ form", hint="quantkit convert --list")
+        message = f"`{source.path}` has no linear in GPTQ form"
+        raise CheckpointError(message, hint="`quantkit convert --list` has all routes")
     return _export(settings, source, settings.type, progress)
 
 
@@ -182,7 +183,7 @@ def _made(source: Checkpoint, tensor: _Tensor) -> tuple[np.ndarray, float]:
         data = blocks(weight, tensor.kind)
     found = expand(data, tensor.kind).view(weight.shape)
     if tensor.carried and not torch.equal(found.to(torch.float16), weight):
-        raise GateError(f"`{placement.target}` does not decode to the same weight as {tensor.kind}")
+        raise GateError(f"`{placement.target}` does not decode to the same weight as {tensor.kind}", hint=OWN_FAULT)
     if tensor.carried:
         return data, 0.0
     whole = float(weight.to(torch.float32).norm())

@@ -29,7 +29,8 @@ def exl2_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport
     GptqCodec(settings.bits, settings.group_size, settings.sym, settings.act_order)  # refuses what GPTQ lacks
     source = open_source(settings.source)
     if not any(exl2.recognise([name.rpartition(".")[2]]) for name in source.names()):
-        raise CheckpointError(f"`{source.path}` has no linear in EXL2 form", hint="quantkit convert --list")
+        message = f"`{source.path}` has no linear in EXL2 form"
+        raise CheckpointError(message, hint="`quantkit convert --list` has all routes")
     require_free(settings.out, overwrite=settings.overwrite)
     trial = Trial.of(source, source, progress) if settings.evaluate else None
     between = settings.out.absolute().with_name(f".{settings.out.name}.dense")

@@ -17,7 +17,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.spelling import respelled
 from quantkit.commands.convert_folder import open_source, rewriting, without_quantization
 from quantkit.commands.convert_report import ConvertReport
-from quantkit.errors import CheckpointError, FormatError, GateError, UsageError
+from quantkit.errors import OWN_FAULT, CheckpointError, FormatError, GateError, UsageError
 from quantkit.formats import exl2, gptq
 from quantkit.formats.dense import DenseTensor
 from quantkit.models.architecture import HEAD
@@ -71,7 +71,8 @@ def dequantize(
             weight = stored.dequantize()
             dense = _cast(f"{name}.weight", weight, dtype)
             if dtype != torch.bfloat16 and not torch.equal(dense.to(weight.dtype), weight):
-                raise GateError(f"`{name}` is not equal to its dequantized weight in {NAMES[dtype]}")
+                message = f"`{name}` is not equal to its dequantized weight in {NAMES[dtype]}"
+                raise GateError(message, hint=OWN_FAULT)
             bias = None if stored.bias is None else _cast(f"{name}.bias", stored.bias, dtype)
             new.add_linear(name, DenseTensor(dense.T.contiguous(), bias), dense, module=name)
             task.advance(note=name)
@@ -111,7 +112,8 @@ def _to_hf(
     dtype = DTYPES[settings.dtype]
     source = open_source(settings.source)
     if not any(recognise([name.rpartition(".")[2]]) for name in source.names()):
-        raise CheckpointError(f"`{source.path}` has no linear in {method} form", hint="quantkit convert --list")
+        message = f"`{source.path}` has no linear in {method} form"
+        raise CheckpointError(message, hint="`quantkit convert --list` has all routes")
     made = dequantize(source, settings.out, dtype, overwrite=settings.overwrite, progress=progress)
     exact = dtype != torch.bfloat16
     remarks = []

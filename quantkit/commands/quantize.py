@@ -45,7 +45,7 @@ from quantkit.commands.resumption import (
     result_document,
 )
 from quantkit.commands.sensitivity import RunBackward, run_backward
-from quantkit.errors import CheckpointError, GateError, RequestError
+from quantkit.errors import OWN_FAULT, CheckpointError, GateError, RequestError
 from quantkit.evaluators import divergence
 from quantkit.job.identity import identify, remembered
 from quantkit.job.job import Facts, Job
@@ -191,7 +191,7 @@ def _check(written: Checkpoint, job: QuantizeJob, receipt: Receipt) -> None:
         if (bits := stored_bits(written, linear.name)) != linear.stored_bits:
             raise GateError(
                 f"`{linear.name}` takes {bits} bits in `{written.path}`, planned were {linear.stored_bits}",
-                hint="this is a fault of quantkit: please report it",
+                hint=OWN_FAULT,
             )
 
 
