@@ -13,7 +13,7 @@ from quantkit.consumer_rules import Objection
 from quantkit.consumers import CONSUMERS, Verdict, verdicts
 from quantkit.errors import QuantkitError, UnsupportedModel
 from quantkit.inventory import take
-from quantkit.progress import Progress
+from quantkit.progress import Progress, Tqdm
 from quantkit.settings import CheckSettings
 
 MOST_SHOWN = 40
@@ -94,8 +94,6 @@ def verdicts_json(found: tuple[Verdict, ...]) -> list[dict[str, Any]]:
 
 def check(path: str | Path) -> CheckReport:
     """The command for Python: every fault of the folder, and who can load it."""
-    from quantkit.progress import Tqdm
-
     return run(CheckSettings(Path(path)), Tqdm())
 
 

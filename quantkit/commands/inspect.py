@@ -15,7 +15,7 @@ from quantkit.consumers import Verdict, verdicts
 from quantkit.inventory import DENSE, EXL2, GPTQ, Inventory, StoredLinear, take
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
-from quantkit.progress import Progress
+from quantkit.progress import Progress, Tqdm
 from quantkit.settings import InspectSettings
 
 LINEARS = ("attention", "mlp", "experts")
@@ -139,8 +139,6 @@ class InspectReport:
 
 def inspect(model: str) -> InspectReport:
     """The command for Python."""
-    from quantkit.progress import Tqdm
-
     return run(InspectSettings(model), Tqdm())
 
 
@@ -212,7 +210,7 @@ def _parts(checkpoint: Checkpoint, inventory: Inventory) -> list[Part]:
         module, entry = name.rpartition(".")[0], header.entries[name]
         part = _part_of(module, owners, routers)
         sizes[part] += entry.size_bytes
-        if module not in owners and not module.startswith(f"{HEAD}"):
+        if module not in owners and module != HEAD:
             weights[part] += prod(entry.shape)
             dtypes.setdefault(part, Counter())[entry.dtype.lower()] += 1
     for linear in inventory.linears:
@@ -254,7 +252,7 @@ def _of_part(
 def _stored_as(linears: list[StoredLinear]) -> str:
     """`gptq 4 bits/128`, and what else there is, most first."""
     counts = Counter(map(_spelled, linears))
-    shown = [f"{what}" if len(counts) == 1 else f"{what} ({count}×)" for what, count in counts.most_common(3)]
+    shown = [what if len(counts) == 1 else f"{what} ({count}×)" for what, count in counts.most_common(3)]
     return ", ".join(shown) + (", …" if len(counts) > 3 else "")
 
 

@@ -11,7 +11,7 @@ from quantkit.errors import PlanError, UsageError
 from quantkit.measurement import Measurement
 from quantkit.memory import KV_FORMATS, KvFormat, Rate, Weights
 from quantkit.mix_plan import plan_mixes
-from quantkit.progress import Progress
+from quantkit.progress import Progress, Tqdm
 from quantkit.settings import RecommendSettings
 
 HEAD_BITS = 6
@@ -33,8 +33,6 @@ LEAST_CONTEXT = 1024
 
 def recommend(model: str | Path, **options: Any) -> RecommendReport:
     """The command for Python; `options` are those of `RecommendSettings`, memories in bytes."""
-    from quantkit.progress import Tqdm
-
     return run(RecommendSettings(Path(model), **options), Tqdm())
 
 
