@@ -260,15 +260,20 @@ def _check_convention(name: str, zeros: Tensor, settings: GptqSettings) -> None:
 def _group_of_rows(
     name: str, g_idx: Tensor | None, settings: GptqSettings, in_features: int, groups: int, device: torch.device
 ) -> Tensor:
-    """int64 [in]. Absent or, as some writers leave it, all zeros: groups in sequence. Negative: from the last group."""
-    in_sequence = torch.arange(in_features, device=device) // _rows_of_group(settings, in_features)
-    if g_idx is None:
-        return in_sequence
-    if g_idx.shape != (in_features,) or g_idx.is_floating_point():
+    """int64 [in]. Absent or, as some writers leave it, all zeros: groups in sequence, which act-order never has.
+    Negative: from the last group."""
+    if g_idx is not None and (g_idx.shape != (in_features,) or g_idx.is_floating_point()):
         raise _misfit(name, "g_idx", f"integers of shape [{in_features}]", g_idx)
+    if g_idx is None or not bool(g_idx.any()):
+        if settings.act_order and groups > 1:
+            raise FormatError(
+                f"`{name}.g_idx` {'is absent' if g_idx is None else 'is all zeros'}, but `desc_act` is true: nothing"
+                f" says which of {groups} groups a row belongs to",
+                hint='download the checkpoint again; if its groups are in sequence ("static groups"), set'
+                ' `"desc_act": false` in the `quantization_config` of config.json',
+            )
+        return torch.arange(in_features, device=device) // _rows_of_group(settings, in_features)
     group = g_idx.to(torch.int64)
-    if not bool(group.any()):
-        return in_sequence
     outside = group[(group < -groups) | (group >= groups)]
     if len(outside):
         raise FormatError(

@@ -246,6 +246,17 @@ def test_missing_or_all_zero_g_idx_means_groups_in_sequence() -> None:
         assert decoded.tensors().keys() == tensors.keys()
 
 
+def test_act_order_without_its_g_idx_is_refused() -> None:
+    tensor, chosen = stored(act_order=True)
+    for g_idx, message in ((None, "is absent"), (torch.zeros(64, dtype=torch.int32), "is all zeros")):
+        tensors = {name: own for name, own in {**tensor.tensors(), "g_idx": g_idx}.items() if own is not None}
+        with pytest.raises(FormatError, match=f"`m.g_idx` {message}, but `desc_act` is true.* of 2 groups") as caught:
+            gptq.decode("m", tensors, chosen)
+        assert '"desc_act": false' in caught.value.hint
+        in_sequence = gptq.decode("m", tensors, dataclasses.replace(chosen, act_order=False))
+        assert torch.equal(in_sequence.row_groups, torch.arange(64) // 32)
+
+
 def test_negative_g_idx_counts_from_the_last_group() -> None:
     tensor, chosen = stored(act_order=True)
     g_idx = tensor.tensors()["g_idx"]
