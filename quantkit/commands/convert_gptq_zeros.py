@@ -19,7 +19,8 @@ from quantkit.progress import Progress
 from quantkit.settings import ConvertSettings
 from quantkit.version import VERSION
 
-MARK = ".qweight"
+SUFFIXES = ("qweight", "qzeros", "g_idx")
+"""Any of these makes a linear packed: one that lost its codes must be missed, not copied."""
 
 
 def to_v2(settings: ConvertSettings, progress: Progress) -> ConvertReport:
@@ -33,8 +34,9 @@ def to_v1(settings: ConvertSettings, progress: Progress) -> ConvertReport:
 
 
 def modules(source: Checkpoint) -> list[str]:
-    """The modules on disk that hold packed codes under this name."""
-    return [name.removesuffix(MARK) for name in source.names() if name.endswith(MARK)]
+    """The modules on disk that hold packed tensors under these names, whole or not, in the order of the files."""
+    parts = (name.rpartition(".") for name in source.names())
+    return list(dict.fromkeys(module for module, _, suffix in parts if suffix in SUFFIXES))
 
 
 def _convert(settings: ConvertSettings, progress: Progress, target: str) -> ConvertReport:

@@ -192,6 +192,19 @@ def test_what_a_convention_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["v2"]
 
 
+@pytest.mark.parametrize("route", ["gptq-to-gptq-v2", "awq-to-gptq"])
+def test_a_linear_without_its_codes_is_missed(route: str, tmp_path: Path) -> None:
+    write = tiny_gptq.write_model if route.startswith("gptq") else tiny_gptq.write_awq
+    write(tmp_path / "in")
+    (file,) = (tmp_path / "in").glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("down_proj.qweight"))
+    save_file({other: tensor for other, tensor in tensors.items() if other != name}, file, metadata={"format": "pt"})
+    with pytest.raises((FormatError, CheckpointError), match=f"`{name}`"):
+        convert(route, tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_awq_of_another_layout_is_refused(tmp_path: Path) -> None:
     tiny_gptq.write_awq(tmp_path / "awq")
     config = json.loads((tmp_path / "awq" / "config.json").read_text())
