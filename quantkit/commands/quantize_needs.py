@@ -1,5 +1,6 @@
 """What a quantization takes of the disk: for the result, and for the job until the result is complete."""
 
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def _require(size: int, place: Path, what: str, option: str) -> None:
     free = shutil.disk_usage(_existing(place)).free
     if size > free:
         raise CheckpointError(
-            f"{what} {size / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free there",
+            f"{what} {math.ceil(size / 2**20):,} MiB, and {free // 2**20:,} MiB are free there",
             hint=f"free some space there, or choose another disk with {option}",
         )
 
