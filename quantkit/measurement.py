@@ -14,6 +14,7 @@ from typing import Any
 
 from quantkit.checkpoint.durable import sync_folder, write_file
 from quantkit.errors import PlanError
+from quantkit.models.architecture import block_of
 
 KIND, VERSION = "quantkit measurement", 1
 NATS = "nats of KL divergence per token"
@@ -114,8 +115,7 @@ class Measurement:
         """Block → what is to be chosen for in it."""
         blocks: dict[int, list[tuple[MeasuredLinear, ...]]] = {}
         for choice in self.choices:
-            number = next(int(part) for part in choice[0].name.split(".") if part.isdigit())
-            blocks.setdefault(number, []).append(choice)
+            blocks.setdefault(block_of(choice[0].name), []).append(choice)
         return blocks
 
     def require(self, fingerprint: str, model: str) -> None:

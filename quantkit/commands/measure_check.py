@@ -15,6 +15,7 @@ from quantkit.evaluators.divergence import divergences
 from quantkit.formats.codec import StoredTensor
 from quantkit.formats.dense import DenseTensor
 from quantkit.measurement import Candidate, Check, MeasuredLinear
+from quantkit.models.architecture import block_of
 from quantkit.models.transformer import Block, Head, Rotary, load_block, load_embedding, load_head
 from quantkit.progress import Progress
 
@@ -35,8 +36,7 @@ def worst_block(linears: Iterable[MeasuredLinear]) -> int:
     """The block of most damage by the prediction, of equals the first: where it matters most whether it is right."""
     blocks: dict[int, list[MeasuredLinear]] = {}
     for linear in linears:
-        number = next(int(part) for part in linear.name.split(".") if part.isdigit())
-        blocks.setdefault(number, []).append(linear)
+        blocks.setdefault(block_of(linear.name), []).append(linear)
     return max(blocks, key=lambda number: coarse_damage(blocks[number]))
 
 

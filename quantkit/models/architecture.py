@@ -205,6 +205,11 @@ class Architecture:
         return shapes
 
 
+def block_of(name: str) -> int:
+    """`model.layers.3.mlp.experts.1.up_proj` → 3: the block that a linear of one belongs to."""
+    return next(int(part) for part in name.split(".") if part.isdigit())
+
+
 def by_stage(specs: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
     """The linears of a block in groups that read one input, in the order they run; routers and gates are in none."""
     kept = (spec for spec in specs if spec.quantizable)
