@@ -5,7 +5,6 @@ Everything that can be refused is refused before work (`quantize_job`). Then one
 compared with what was solved before it takes its place, and measured against the original after.
 """
 
-import re
 import time
 from dataclasses import replace
 from functools import cache, partial
@@ -32,6 +31,7 @@ from quantkit.commands.quantize_job import (
     stored_bits,
 )
 from quantkit.commands.quantize_needs import disk_needs, require_space
+from quantkit.commands.quantize_rehearsal import peak_memory
 from quantkit.commands.quantize_report import Calibration, Cost, Damage, Gradients, QuantizeReport
 from quantkit.commands.quantize_steps import UNCHANGED, put_together, solve_steps, solved_blocks
 from quantkit.commands.quantize_target import fit_target
@@ -226,9 +226,5 @@ def _sample_prompt(tokenizer: Tokenizer) -> list[int]:
 
 
 def _spent_since(start: tuple[float, float]) -> tuple[float, float, int]:
-    """Wall seconds, processor seconds, and the peak memory of the process so far in bytes.
-
-    `VmHWM` and not `ru_maxrss`, which a child inherits from its parent.
-    """
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return time.monotonic() - start[0], time.process_time() - start[1], int(found[1]) * 1024 if found else 0
+    """Wall seconds, processor seconds, and the peak memory of the process so far in bytes."""
+    return time.monotonic() - start[0], time.process_time() - start[1], peak_memory()

@@ -86,11 +86,15 @@ class Subject:
         return self.rows[: max(1, BACKWARD_TOKENS // max(1, self.rows.shape[1]))]
 
     @property
-    def backward_spilled_bytes(self) -> int:
-        """What a backward pass keeps that is too much for the memory: states at all blocks, and gradients at one."""
+    def backward_bytes(self) -> int:
+        """What a backward pass keeps: states at all blocks, and gradients at one."""
         each = self.placement.dtype.itemsize * (self.config.num_layers + 1) + torch.float32.itemsize
-        size = self.backward_rows.numel() * self.config.hidden_size * each
-        return size if size > SPILL_BYTES else 0
+        return self.backward_rows.numel() * self.config.hidden_size * each
+
+    @property
+    def backward_spilled_bytes(self) -> int:
+        """The same where it is too much for the memory, else 0."""
+        return self.backward_bytes if self.backward_bytes > SPILL_BYTES else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

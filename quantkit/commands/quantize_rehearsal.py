@@ -22,6 +22,7 @@ from quantkit.calibration.stream import ActivationStream
 from quantkit.commands.block_walk import BATCH_TOKENS
 from quantkit.commands.quantize_block import round_block, solve_block, solve_head
 from quantkit.commands.quantize_job import QuantizeJob, Subject
+from quantkit.models.architecture import block_of
 from quantkit.models.fan import Activations
 from quantkit.models.transformer import Rotary, load_block, load_embedding, load_head
 from quantkit.progress import Silent
@@ -107,8 +108,7 @@ def peak_memory() -> int:
 def _largest_block(job: QuantizeJob) -> int:
     sizes: Counter[int] = Counter()
     for linear in job.plan.linears:
-        number = next(int(part) for part in linear.name.split(".") if part.isdigit())
-        sizes[number] += linear.weights
+        sizes[block_of(linear.name)] += linear.weights
     return sizes.most_common(1)[0][0]
 
 
@@ -143,10 +143,7 @@ def _run_backward(subject: Subject, rows: Tensor, layers: int) -> None:
 
 def _states_in_memory(subject: Subject, weighs: bool) -> int:
     """What a backward pass holds of all blocks, and the rehearsal did not."""
-    if not weighs or subject.backward_spilled_bytes:
-        return 0
-    each = subject.placement.dtype.itemsize * (subject.config.num_layers + 1) + torch.float32.itemsize
-    return subject.backward_rows.numel() * subject.config.hidden_size * each
+    return subject.backward_bytes if weighs and not subject.backward_spilled_bytes else 0
 
 
 def _exhaust(items: Iterable[object]) -> None:
