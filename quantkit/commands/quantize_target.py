@@ -67,11 +67,10 @@ def _try(settings: QuantizeSettings, subject: Subject) -> _Outcome:
         if not loading:
             first = found[group[-1]]
             objections.append(f"{first.consumer} will not load this: {first.objections[0]}")
-        elif loading[0] != group[0]:
+            continue
+        if loading[0] != group[0]:
             second = found[group[0]]
-            cautions += [f"{loading[0]}: {caution}" for caution in found[loading[0]].cautions]
-        elif len(group) == 1:
-            cautions += [f"{loading[0]}: {caution}" for caution in found[loading[0]].cautions]
+        cautions += [f"{loading[0]}: {caution}" for caution in found[loading[0]].cautions]
     return _Outcome(tuple(objections), second, tuple(cautions))
 
 
