@@ -114,7 +114,7 @@ class QuantizeJob:
 
 
 def choose_placement(device: str, dtype: str) -> Placement:
-    """`auto` is the CPU, and bfloat16 where it multiplies that natively, two to three times as fast as float32. The
+    """`auto` is the CPU, and bfloat16 where it multiplies that natively, much faster than float32. The
     residual stream and the Hessians are float32 all the same.
 
     Raises BackendError for a GPU: its kernels can be used, but the solver has never been run there.
