@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.errors import FormatError
@@ -35,11 +35,15 @@ class GptqSettings:
 
 @dataclass(frozen=True, slots=True)
 class GptqConfig:
-    """What `quantization_config` says: settings of every linear, and the rules (`dynamic`) that override them."""
+    """What `quantization_config` says: settings of every linear, and the rules (`dynamic`) that override them.
+
+    where  the file that says so, for messages
+    """
 
     base: GptqSettings
     lm_head: bool = False
     rules: tuple[tuple[str, Mapping[str, Any] | None], ...] = ()
+    where: str = field(default="quantization_config", compare=False)
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str = "quantization_config") -> "GptqConfig":
@@ -59,7 +63,8 @@ class GptqConfig:
         rules = config.get("dynamic") or {}
         if not isinstance(rules, Mapping):
             raise FormatError(f"expected an object for `dynamic`, found `{rules}` in `{where}`", hint=CORRECT)
-        return cls(base, _flag(config, "lm_head", False, where), tuple(_rule(*item, where) for item in rules.items()))
+        read = tuple(_rule(*item, where) for item in rules.items())
+        return cls(base, _flag(config, "lm_head", False, where), read, where)
 
     def for_module(self, name: str) -> GptqSettings | None:
         """The settings of one linear, by its full name; None when a negative rule leaves it dense.
@@ -71,7 +76,7 @@ class GptqConfig:
                 continue
             if override is None:
                 return None
-            where = f"dynamic rule `{pattern}`"
+            where = f"{self.where}: dynamic rule {pattern}"
             return replace(
                 self.base,
                 bits=_bits(override.get("bits", self.base.bits), where),

@@ -111,8 +111,8 @@ def test_the_first_matching_rule_decides() -> None:
 
 
 def test_a_rule_with_bits_that_no_file_holds_is_named() -> None:
-    config = GptqConfig.read({**PLAIN, "dynamic": {"x": {"bits": 5}}})
-    with pytest.raises(FormatError, match="found `5` in `dynamic rule `x``"):
+    config = GptqConfig.read({**PLAIN, "dynamic": {"x": {"bits": 5}}}, "m/config.json")
+    with pytest.raises(FormatError, match="found `5` in `m/config.json: dynamic rule x`"):
         config.for_module("x")
 
 
