@@ -205,6 +205,16 @@ def test_a_linear_without_its_codes_is_missed(route: str, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_a_linear_in_two_forms_is_refused(tmp_path: Path) -> None:
+    tiny_gptq.write_model(tmp_path / "in")
+    (file,) = (tmp_path / "in").glob("*.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file({**load_file(file), name: torch.zeros(64, 128)}, file, metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=f"there twice: in GPTQ form and as `{name}`"):
+        convert("gptq-to-gptq-v2", tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_awq_of_another_layout_is_refused(tmp_path: Path) -> None:
     tiny_gptq.write_awq(tmp_path / "awq")
     config = json.loads((tmp_path / "awq" / "config.json").read_text())
