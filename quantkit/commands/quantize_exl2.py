@@ -15,7 +15,7 @@ from quantkit.errors import UsageError
 from quantkit.formats.gptq import GptqCodec
 from quantkit.job.job import Job
 from quantkit.measurement import Measurement
-from quantkit.mix_plan import MixPlan, plan_mixes, require_head_bits, require_no_dense, require_reachable
+from quantkit.mix_plan import MixPlan, plan_mixes, require_head_bits, require_no_dense, require_reachable, require_target
 from quantkit.models.architecture import HEAD
 from quantkit.progress import Progress
 from quantkit.settings import QuantizeSettings
@@ -47,6 +47,8 @@ def check_format(settings: QuantizeSettings) -> None:
             raise UsageError("EXL2 needs either a budget or a plan", hint="use `--bpw 4.0`, or `--plan plan.json`")
         if settings.plan is not None:
             _refuse_others(settings, plain, EXL2_OPTIONS[1:-1], "the plan says it already: leave it out")
+        if settings.bpw is not None:
+            require_target(settings.bpw)
         require_head_bits(settings.head_bits)
     else:
         raise UsageError(f"unknown format `{settings.format}`", hint="use `--format gptq` or `--format exl2`")

@@ -53,13 +53,13 @@ def run_rates(settings: QuantizeSettings, rates: Sequence[float], progress: Prog
     `measure.run` do.
     """
     backward = RunOnce()
-    if len(set(rates)) < len(rates):
-        raise UsageError("`--bpw` names a rate twice", hint="name each rate once")
     wanted = [
         replace(settings, bpw=rate, out=out, job=_inside(settings.job, out))
         for rate in rates
         for out in [settings.out.with_name(f"{settings.out.name}-{rate:g}bpw")]
     ]
+    if len({one.out for one in wanted}) < len(wanted):
+        raise UsageError("`--bpw` names a rate twice, to the digits of the folders' names", hint="name each rate once")
     for one in wanted:
         check_format(one)
         if one.out.exists() and not one.overwrite and read_result(one.out) is None:

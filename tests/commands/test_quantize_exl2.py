@@ -266,6 +266,8 @@ def test_budgets_out_of_reach_leave_nothing_behind(bpw: float, model: Path, meas
         ({"bpw": 4.0, "lm_head": True}, "`--lm-head` has no meaning with `--format exl2`"),
         ({"bpw": 4.0, "skip": (".*",)}, "`--skip` has no meaning"),
         ({"bpw": 4.0, "head_bits": 7}, "a head of 7 bits"),
+        ({"bpw": float("nan")}, "bits per weight above 0, up to 64, found nan"),
+        ({"bpw": float("inf")}, "found inf"),
         ({"plan": Path("p.json"), "head_bits": 8}, "`--head-bits` has no meaning beside `--plan`"),
         ({"format": "gptq", "bpw": 4.0}, "`--bpw` has no meaning with `--format gptq`"),
         ({"format": "awq"}, "unknown format `awq`"),
@@ -274,6 +276,16 @@ def test_budgets_out_of_reach_leave_nothing_behind(bpw: float, model: Path, meas
 def test_options_that_do_not_go_together_are_refused(options: dict, words: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         run(QuantizeSettings(str(model), tmp_path / "out", **({"format": "exl2"} | options)), Silent())
+
+
+def test_rates_that_would_share_a_folder_are_refused_before_work(model: Path, tmp_path: Path) -> None:
+    choice = QuantizeSettings(str(model), tmp_path / "out", format="exl2", evaluate=False, **TEXT)
+    for rates in ([4.0, 4.0], [4.0, 4.0000001]):
+        with pytest.raises(UsageError, match="names a rate twice"):
+            run_rates(choice, rates, Silent())
+    with pytest.raises(UsageError, match="found nan"):
+        run_rates(choice, [4.0, float("nan")], Silent())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_several_rates_share_measurement_and_gradients(model: Path, tmp_path: Path, monkeypatch) -> None:
