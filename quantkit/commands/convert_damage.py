@@ -22,7 +22,7 @@ WINDOWS, LENGTH = 8, 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trial:
+class Yardstick:
     """Text that no calibration sees and the model that a result must stay close to.
 
     name     of the reference, for people
@@ -37,7 +37,7 @@ class Trial:
     perplexity_input: float | None
 
     @classmethod
-    def of(cls, reference: Checkpoint, converted: Checkpoint, progress: Progress) -> "Trial":
+    def of(cls, reference: Checkpoint, converted: Checkpoint, progress: Progress) -> "Yardstick":
         """Raises CheckpointError for a model without a tokenizer, before any work."""
         tokenizer = Tokenizer.open(converted.path)
         length = min(LENGTH, converted.model_config.max_positions)

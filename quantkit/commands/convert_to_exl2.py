@@ -18,7 +18,7 @@ from pathlib import Path
 from quantkit.checkpoint.decoded import DecodedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands import measure, quantize
-from quantkit.commands.convert_damage import Trial, weight_errors
+from quantkit.commands.convert_damage import Yardstick, weight_errors
 from quantkit.commands.convert_data_free import DataFree
 from quantkit.commands.convert_exl2_rate import BOUND, lowest_rate
 from quantkit.commands.convert_folder import has_own_head, open_source, parameters, require_free
@@ -44,18 +44,18 @@ def gptq_to_exl2(settings: ConvertSettings, progress: Progress) -> ConvertReport
     _check(settings)
     head_bits = _head_bits(settings, source)
     reference = source if settings.original is None else _open_original(settings.original, source)
-    trial = Trial.of(reference, source, progress) if settings.evaluate else None
+    yardstick = Yardstick.of(reference, source, progress) if settings.evaluate else None
     if settings.data_free:
         way = "re-quantized from the weights alone"
         free = DataFree.measured(source, head_bits, progress)
-        rate, damage = _settle(settings, trial, free.predict, free.write, progress)
+        rate, damage = _settle(settings, yardstick, free.predict, free.write, progress)
     else:
         way = "re-quantized against activations of the input"
         if settings.original is not None:
             way = "quantized from the unquantized model, against its activations"
         target = DecodedCheckpoint.of(source) if settings.original is None else reference
         with _Measured.of(settings, target, head_bits, progress) as measured:
-            rate, damage = _settle(settings, trial, measured.predict, measured.make, progress)
+            rate, damage = _settle(settings, yardstick, measured.predict, measured.make, progress)
     result = open_checkpoint(settings.out)
     quantization = result.quantization or {}
     facts = {
@@ -136,7 +136,7 @@ class _Measured:
 
 def _settle(
     settings: ConvertSettings,
-    trial: Trial | None,
+    yardstick: Yardstick | None,
     predict: Callable[[float], float],
     make: Callable[[float, Path, bool, Progress], None],
     progress: Progress,
@@ -144,8 +144,8 @@ def _settle(
     """Make the result at the rate asked for, or find the rate by trial; the damage of what was made."""
     if settings.bpw is not None:
         make(settings.bpw, settings.out, settings.overwrite, progress)
-        return settings.bpw, None if trial is None else trial.judge(settings.out, progress)
-    assert trial is not None
+        return settings.bpw, None if yardstick is None else yardstick.judge(settings.out, progress)
+    assert yardstick is not None
     bound = BOUND if settings.match is None else settings.match
     found: dict[float, AddedDamage] = {}
     made: list[Path] = []
@@ -156,7 +156,7 @@ def _settle(
     def attempt(rate: float) -> float:
         make(rate, place(rate), True, progress)
         made.append(place(rate))
-        found[rate] = trial.judge(place(rate), progress)
+        found[rate] = yardstick.judge(place(rate), progress)
         added = found[rate].kl_mean - found[rate].kl_input
         progress.say(f"{rate:g} bits per weight: KL {found[rate].kl_mean:.5f}, {added:+.5f} to the input's")
         return added

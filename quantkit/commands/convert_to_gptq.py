@@ -12,7 +12,7 @@ import torch
 
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import quantize
-from quantkit.commands.convert_damage import Trial, weight_errors
+from quantkit.commands.convert_damage import Yardstick, weight_errors
 from quantkit.commands.convert_folder import open_source, parameters, require_free
 from quantkit.commands.convert_report import ConvertReport
 from quantkit.commands.convert_to_hf import dequantize
@@ -32,7 +32,7 @@ def exl2_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport
         message = f"`{source.path}` has no linear in EXL2 form"
         raise CheckpointError(message, hint="`quantkit convert --list` has all routes")
     require_free(settings.out, overwrite=settings.overwrite)
-    trial = Trial.of(source, source, progress) if settings.evaluate else None
+    yardstick = Yardstick.of(source, source, progress) if settings.evaluate else None
     between = settings.out.absolute().with_name(f".{settings.out.name}.dense")
     try:
         made = dequantize(source, between, torch.float16, overwrite=True, progress=progress, others=False)
@@ -58,7 +58,7 @@ def exl2_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport
             "act_order": settings.act_order,
         },
         remarks=("the head, which was quantized apart from the embedding, is dense now",) if made.untied else (),
-        damage=None if trial is None else trial.judge(settings.out, progress),
+        damage=None if yardstick is None else yardstick.judge(settings.out, progress),
     )
 
 

@@ -13,7 +13,7 @@ import quantkit
 from quantkit.checkpoint.decoded import DecodedCheckpoint
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import convert_damage
-from quantkit.commands.convert_damage import Trial
+from quantkit.commands.convert_damage import Yardstick
 from quantkit.commands.convert_data_free import _order
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.formats.exl2 import Exl2Tensor
@@ -87,8 +87,8 @@ def test_calibration_adds_clearly_less_than_data_free(gptq: Path, calibrated, tm
 def test_the_original_is_what_the_third_way_comes_close_to(original: Path, gptq: Path, calibrated, tmp_path: Path) -> None:
     report = convert(gptq, tmp_path / "out", bpw=5.0, original=str(original))
     assert report.damage.reference == "the unquantized model"
-    trial = Trial.of(open_checkpoint(original), open_checkpoint(gptq), Silent())
-    assert report.damage.kl_mean < trial.judge(calibrated[0], Silent()).kl_mean
+    yardstick = Yardstick.of(open_checkpoint(original), open_checkpoint(gptq), Silent())
+    assert report.damage.kl_mean < yardstick.judge(calibrated[0], Silent()).kl_mean
     assert report.damage.kl_mean < report.damage.kl_input
 
 
