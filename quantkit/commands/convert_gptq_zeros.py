@@ -11,7 +11,7 @@ from dataclasses import replace
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.convert_folder import open_source, rewriting
 from quantkit.commands.convert_report import ConvertReport
-from quantkit.errors import CheckpointError, FormatError, GateError
+from quantkit.errors import OWN_FAULT, CheckpointError, FormatError, GateError
 from quantkit.formats import gptq
 from quantkit.formats.gptq_config import GptqConfig, GptqSettings
 from quantkit.formats.gptq_zeros import read_zeros, write_zeros
@@ -46,7 +46,8 @@ def _convert(settings: ConvertSettings, progress: Progress, target: str) -> Conv
     source = open_source(settings.source)
     quantization = source.quantization
     if quantization is None or not modules(source):
-        raise CheckpointError(f"`{source.path}` is no GPTQ model with settings", hint="quantkit convert --list")
+        message = f"`{source.path}` is no GPTQ model with settings"
+        raise CheckpointError(message, hint="`quantkit convert --list` has all routes")
     config = GptqConfig.read(quantization, str(source.path / "config.json"))
     if config.base.checkpoint_format == target:
         raise CheckpointError(f"`{source.path}` has checkpoint format `{target}` already", hint="use it as it is")
@@ -64,7 +65,7 @@ def _convert(settings: ConvertSettings, progress: Progress, target: str) -> Conv
                 raise FormatError(f"`{module}.qzeros`: {error.message}", hint="keep `gptq_v2`") from error
             stored, weight = gptq.decode(module, tensors, after), before.dequantize()
             if not bool((stored.dequantize() == weight).all()):
-                raise GateError(f"`{module}` does not decode to the same weight")
+                raise GateError(f"`{module}` does not decode to the same weight", hint=OWN_FAULT)
             new.add_linear(module, stored, weight, module=module)
             task.advance(note=module)
         new.add_others()
