@@ -51,7 +51,9 @@ _ANNOTATIONS: dict[str, Any] = {
     ],
     "samples": Annotated[int, typer.Option("--samples", min=1, help="Rows of calibration text; time grows with them.")],
     "length": Annotated[int, typer.Option("--length", min=1, help="Tokens in a row.")],
-    "seed": Annotated[int, typer.Option("--seed", help="Chooses the rows; the same seed gives the same bytes.")],
+    "seed": Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Chooses the rows; the same seed gives the same bytes.")
+    ],
     "evaluate": Annotated[bool, typer.Option("--eval/--no-eval", help="KL and perplexity before and after.")],
     "dtype": Annotated[str, typer.Option("--dtype", help="Of the dense weights: fp16, bf16 or fp32.")],
     "bits": Annotated[int, typer.Option("--bits", help="Width of a code: 2, 3, 4 or 8.")],

@@ -19,7 +19,9 @@ def measure(
         int, typer.Option("--samples", min=1, help="Rows of calibration text; time grows with them.")
     ] = 128,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens in a row.")] = 512,
-    seed: Annotated[int, typer.Option("--seed", help="Chooses the rows, and draws labels for gradients.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Chooses the rows, and draws labels for gradients.")
+    ] = 0,
     device: Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that another command made.")] = False,

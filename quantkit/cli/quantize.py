@@ -112,7 +112,9 @@ def quantize(
     hessian_dtype: Annotated[
         str, typer.Option("--hessian-dtype", help="Of the sums over calibration text: fp32 or fp64.")
     ] = "fp32",
-    seed: Annotated[int, typer.Option("--seed", help="Chooses the rows; the same seed gives the same bytes.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Chooses the rows; the same seed gives the same bytes.")
+    ] = 0,
     device: Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")] = "auto",
     overwrite: Annotated[

@@ -45,6 +45,17 @@ def test_usage_errors_exit_with_2_and_a_hint(arguments, message, capsys) -> None
     assert "\nhint: `quantkit" in captured.err
 
 
+@pytest.mark.parametrize("seed", ["-1", str(2**63)])
+@pytest.mark.parametrize(
+    "command",
+    [["quantize", "m", "-o", "out"], ["measure", "m", "-o", "out"], ["generate", "m"], ["convert", "gptq-to-exl2", "m", "out"]],
+    ids=lambda command: command[0],
+)
+def test_a_seed_that_no_generator_takes_is_refused(command: list[str], seed: str, capsys) -> None:
+    assert cli.run([*command, "--seed", seed]) == 2
+    assert "'--seed'" in capsys.readouterr().err
+
+
 def test_interrupt_exits_with_130() -> None:
     program = (
         "import sys\nfrom quantkit import cli\nimport quantkit.commands.doctor as doctor\n"
