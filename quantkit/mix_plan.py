@@ -217,7 +217,8 @@ def require_head_bits(head_bits: int) -> None:
 def require_target(target: float) -> None:
     """UsageError for what is no number of bits for a weight."""
     if not 0 < target <= MOST_BITS:
-        raise UsageError(f"expected bits per weight above 0, up to {MOST_BITS}, found {target:g}", hint="use `--bpw 4.0`")
+        message = f"expected bits per weight above 0, up to {MOST_BITS}, found {target:g}"
+        raise UsageError(message, hint="use `--bpw 4.0`")
 
 
 def _planned(spec: LinearSpec, mix: str) -> PlannedLinear:

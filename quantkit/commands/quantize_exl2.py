@@ -15,7 +15,14 @@ from quantkit.errors import UsageError
 from quantkit.formats.gptq import GptqCodec
 from quantkit.job.job import Job
 from quantkit.measurement import Measurement
-from quantkit.mix_plan import MixPlan, plan_mixes, require_head_bits, require_no_dense, require_reachable, require_target
+from quantkit.mix_plan import (
+    MixPlan,
+    plan_mixes,
+    require_head_bits,
+    require_no_dense,
+    require_reachable,
+    require_target,
+)
 from quantkit.models.architecture import HEAD
 from quantkit.progress import Progress
 from quantkit.settings import QuantizeSettings

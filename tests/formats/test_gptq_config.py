@@ -112,7 +112,7 @@ def test_the_first_matching_rule_decides() -> None:
 
 def test_a_rule_with_bits_that_no_file_holds_is_named() -> None:
     config = GptqConfig.read({**PLAIN, "dynamic": {"x": {"bits": 5}}}, "m/config.json")
-    with pytest.raises(FormatError, match="found `5` in `m/config.json: dynamic rule x`"):
+    with pytest.raises(FormatError, match=r"found `5` in `m/config\.json: dynamic rule x`"):
         config.for_module("x")
 
 
