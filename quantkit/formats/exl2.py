@@ -115,7 +115,7 @@ def encode(codes: Codes, bias: Tensor | None = None) -> "Exl2Tensor":
 
 
 class Exl2Tensor(StoredTensor):
-    """One linear in EXL2 form. The codes are in memory once: as on disk, or repacked after the first multiplication."""
+    """One linear in EXL2 form. The codes are in memory once: as on disk, or repacked for the kernels."""
 
     def __init__(self, weight: Exl2Weight, kept: Mapping[str, Tensor], out_features: int) -> None:
         """`kept`: what is on disk besides q_weight, by suffix. `out_features`: the true width, without padding."""
@@ -134,7 +134,7 @@ class Exl2Tensor(StoredTensor):
         return kernels.backend(self._device).exl2_dequantize(self._stored())[:, : self.out_features]
 
     def matmul(self, x: Tensor) -> Tensor:
-        backend, repacked = self._reader or self._repack()
+        backend, repacked = self._repacked()
         y = backend.exl2_matmul(x, repacked)[:, : self.out_features]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -159,10 +159,14 @@ class Exl2Tensor(StoredTensor):
     def stored_bits(self) -> int:
         return self._code_bits + sum(tensor.nbytes * 8 for tensor in self._kept.values())
 
-    def _repack(self) -> tuple[Backend, Repacked]:
-        backend = kernels.backend(self._device)
-        self._reader = backend, backend.exl2_repack(self._stored())
-        self._weight = None
+    def repack(self) -> None:
+        self._repacked()
+
+    def _repacked(self) -> tuple[Backend, Repacked]:
+        if self._reader is None:
+            backend = kernels.backend(self._device)
+            self._reader = backend, backend.exl2_repack(self._stored())
+            self._weight = None
         return self._reader
 
     def _stored(self) -> Exl2Weight:

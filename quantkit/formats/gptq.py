@@ -75,7 +75,7 @@ def decode(name: str, tensors: Mapping[str, Tensor], settings: GptqSettings | No
 
 
 class GptqTensor(StoredTensor):
-    """One linear in GPTQ form. The codes are in memory once: as on disk, or repacked after the first multiplication."""
+    """One linear in GPTQ form. The codes are in memory once: as on disk, or repacked for the kernels."""
 
     def __init__(self, weight: GptqWeight, kept: Mapping[str, Tensor]) -> None:
         """`kept`: what is on disk besides qweight, by suffix."""
@@ -95,7 +95,7 @@ class GptqTensor(StoredTensor):
         return kernels.backend(self._device).gptq_dequantize(self._stored())
 
     def matmul(self, x: Tensor) -> Tensor:
-        backend, repacked = self._reader or self._repack()
+        backend, repacked = self._repacked()
         y = backend.gptq_matmul(x, repacked)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -126,10 +126,14 @@ class GptqTensor(StoredTensor):
         codes = self.in_features * self.out_features * self.bits
         return codes + sum(tensor.nbytes * 8 for tensor in self._kept.values())
 
-    def _repack(self) -> tuple[Backend, Repacked]:
-        backend = kernels.backend(self._device)
-        self._reader = backend, backend.gptq_repack(self._stored())
-        self._weight = None
+    def repack(self) -> None:
+        self._repacked()
+
+    def _repacked(self) -> tuple[Backend, Repacked]:
+        if self._reader is None:
+            backend = kernels.backend(self._device)
+            self._reader = backend, backend.gptq_repack(self._stored())
+            self._weight = None
         return self._reader
 
     def _stored(self) -> GptqWeight:

@@ -46,6 +46,7 @@ class Linear:
     def settle(self) -> None:
         """Forget what was read from disk where it is not what runs: a whole model holds each weight once."""
         self.stored = self._running
+        self.stored.repack()
 
 
 def _in_dtype(name: str, stored: StoredTensor, dtype: torch.dtype, device: torch.device) -> StoredTensor:

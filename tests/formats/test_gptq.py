@@ -221,13 +221,14 @@ def test_any_written_linear_reads_back_equal(bits, rows, out, group_size, sym, a
     assert torch.equal(again.tensors()["qweight"], tensor.tensors()["qweight"])
 
 
-def test_codes_are_in_memory_once() -> None:
+@pytest.mark.parametrize("use", [lambda tensor: tensor.matmul(torch.zeros(1, 64)), GptqTensor.repack])
+def test_codes_are_in_memory_once(use) -> None:
     """The words as on disk are let go when they are repacked, and made again when they are asked for."""
     tensor, _ = stored(act_order=True)
     words = tensor.tensors()["qweight"]
     before, gone = words.clone(), weakref.ref(words)
     del words
-    tensor.matmul(torch.zeros(1, 64))
+    use(tensor)
     assert gone() is None
     assert torch.equal(tensor.tensors()["qweight"], before)
 

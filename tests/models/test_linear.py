@@ -66,6 +66,19 @@ def test_replace_changes_what_runs() -> None:
     assert isinstance(square.stored, Tripled)
 
 
+def test_a_settled_weight_has_the_form_that_kernels_read_before_anything_runs() -> None:
+    class Repacked(Tripled):
+        forms = 0
+
+        def repack(self) -> None:
+            self.forms += 1
+
+    linear = Linear("a.b", Repacked(), torch.float32)
+    assert linear.stored.forms == 0
+    linear.settle()
+    assert linear.stored.forms == 1
+
+
 def test_quantized_weights_run_where_there_is_a_kernel_for_them() -> None:
     with pytest.raises(BackendError, match=r"`a\.b` is quantized and cannot run on `meta`"):
         Linear("a.b", Tripled(), torch.float32, "meta")
