@@ -5,7 +5,9 @@ import shlex
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
@@ -18,17 +20,21 @@ def main() -> None:
     try:
         from quantkit.console import prepare_streams
 
-        _end_like_interrupt()
+        heard = _hear_interrupts()
         prepare_streams()
-        code = run(sys.argv[1:])
+        code = run(sys.argv[1:], heard)
     except KeyboardInterrupt:  # while modules are imported
         sys.stderr.write("error: interrupted\n")
         code = INTERRUPTED
     sys.exit(code)
 
 
-def run(arguments: list[str]) -> int:
-    """Run one command line; returns its exit code. An error leaves nothing on stdout under `--json`."""
+def run(arguments: list[str], heard: Sequence[int] = ()) -> int:
+    """Run one command line; returns its exit code. An error leaves nothing on stdout under `--json`.
+
+    `heard`: the signals that have interrupted the process, growing as they come. What fails without a reason of its own
+    after one was interrupted: a library may swallow the interrupt and then trip over what it left half imported.
+    """
     import typer
 
     from quantkit.cli.app import app
@@ -71,6 +77,9 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if heard:
+            print_error("interrupted", _how_to_go_on(arguments))
+            return INTERRUPTED
         hint = "this is a bug: run again with `--debug` and report the traceback"
         if isinstance(error, OSError):
             hint = f"look after the disk, the file or the memory that refused; else {hint}"
@@ -80,12 +89,19 @@ def run(arguments: list[str]) -> int:
         return 1
 
 
-def _end_like_interrupt() -> None:
+def _hear_interrupts() -> Sequence[int]:
     """SIGTERM of a scheduler and SIGHUP of a terminal that closes are Ctrl-C: half-written files go before the process
-    does. What the parent has set to be ignored (`nohup`) stays so."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+    does. What the parent has set to be ignored (`nohup`) stays so. Returns the signals heard, as they come."""
+    heard: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, interrupt)
+    return heard
 
 
 def _how_to_go_on(arguments: list[str]) -> str | None:

@@ -91,6 +91,24 @@ def test_whatever_else_happens_has_a_code_and_a_hint(error: str, code: int, word
     assert done.stderr.startswith("error: ") == bool(words)
 
 
+def test_what_fails_after_a_swallowed_interrupt_was_interrupted() -> None:
+    """As when one comes amid an import inside a library that goes on, with half a module."""
+    lines = [
+        "import os, signal, sys, quantkit.cli, quantkit.cli.app as cli",
+        "def app(*given, **named):",
+        "    try:",
+        "        os.kill(os.getpid(), signal.SIGTERM)",
+        "    except KeyboardInterrupt:",
+        "        raise RecursionError('half a module') from None",
+        "cli.app = app",
+        "sys.argv = ['quantkit', 'quantize', 'm', '-o', 'out']",
+        "quantkit.cli.main()",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stderr.startswith("error: interrupted\nhint: what is finished is kept") and "Recursion" not in done.stderr
+
+
 def test_a_reader_that_goes_away_leaves_no_words() -> None:
     command = f"{sys.executable} -m quantkit --help | head -0; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
@@ -100,7 +118,7 @@ def test_a_reader_that_goes_away_leaves_no_words() -> None:
 def test_interrupt_while_modules_are_imported() -> None:
     program = (
         "import sys\nfrom quantkit import cli\n"
-        "def interrupted(arguments): raise KeyboardInterrupt\n"
+        "def interrupted(*given): raise KeyboardInterrupt\n"
         "cli.run = interrupted\ncli.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
