@@ -131,7 +131,7 @@ def test_being_told_to_end_is_an_interrupt_unless_it_is_ignored(number: str, ign
         "import os, signal, sys\nfrom quantkit import cli\n"
         # Said either way: the suite itself may run under nohup, which a child would inherit.
         f"signal.signal(signal.SIG{number}, signal.SIG_{'IGN' if ignored else 'DFL'})\n"
-        f"def told(arguments): os.kill(os.getpid(), signal.SIG{number}); return 0\n"
+        f"def told(*given): os.kill(os.getpid(), signal.SIG{number}); return 0\n"
         "cli.run = told\ncli.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
