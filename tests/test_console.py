@@ -17,7 +17,7 @@ PROGRAM = f"""
 import sys
 from quantkit import cli, console
 
-def run(*given):
+def run(arguments, heard):
     for number in range(200):
         console.say('narration ' + 'x' * 1000)
     console.print_json({ANSWER!r}) if arguments == ['json'] else console.print_text({ANSWER["text"]!r})
