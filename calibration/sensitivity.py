@@ -5,7 +5,7 @@ Where the errors of different outputs and tokens are taken as independent, what 
 and one for each token. A rounded weight errs in proportion to its input, so the inputs weigh in both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from quantkit.calibration.gradients import StageGradients, run_backward
 from quantkit.errors import CalibrationError
-from quantkit.models.architecture import Architecture, Stage
+from quantkit.models.architecture import Architecture, Stage, block_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.source import Device, Source
 from quantkit.progress import Progress
 
 GRADIENT_SHARE = 0.25
+Covariances = Mapping[str, tuple[Tensor, ...]]
+"""By linear: Σ_t |x_t|² g_t g_tᵀ / tokens, of which only chunks of neighbouring outputs are kept, as `chunk_sizes` cuts
+them: bfloat16 [c, c] each."""
 CHUNK_OUTPUTS = 512
 """Outputs of a linear that know of each other: a covariance of all would be larger than many a weight."""
 
@@ -45,14 +48,13 @@ class Sensitivity:
 
     outputs      by linear: Σ_t g_tn² |x_t|² / tokens of each output n, float64 [out]
     stages       by stage
-    covariances  by linear: Σ_t |x_t|² g_t g_tᵀ / tokens, of which only chunks of neighbouring outputs are kept, as
-                 `chunk_sizes` cuts them: bfloat16 [c, c] each
+    covariances  of the gradients at the outputs, in memory or read when they are asked for
     """
 
     tokens: int
     outputs: Mapping[str, Tensor]
     stages: Mapping[str, TokenWeights]
-    covariances: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    covariances: Covariances = field(default_factory=dict)
 
     def counts(self, stage: str, total: int, share: float = GRADIENT_SHARE) -> Tensor | None:
         """How often each token should count, of a text of `total` tokens that begins with those measured.
@@ -85,18 +87,26 @@ def measure(
     device: Device,
     folder: Path | None,
     progress: Progress,
+    keep: Callable[[Covariances], None] | None = None,
 ) -> Sensitivity:
     """Run a text `rows`, int64 `[rows, length]`, forward and back; for the rest see `gradients.run_backward`.
+
+    keep  is given the covariances of each block when the pass leaves it, the last block first; they take 1 KiB for each
+          output of the model, and are not in the result then
 
     Raises CalibrationError where states or gradients are not finite.
     """
     stages: dict[str, _Squares] = {}
+    covariances: dict[str, tuple[Tensor, ...]] = {}
+
+    def leave_block() -> None:
+        left = {name: own for squares in stages.values() for name, own in squares.take_covariances(rows.numel())}
+        (keep or covariances.update)(left)
 
     def watch(found: StageGradients) -> None:
         if found.stage.name not in stages:
-            for name, squares in stages.items():
-                if not _same_block(name, found.stage.name):
-                    squares.settle(rows.numel())
+            if stages and block_of(next(reversed(stages))) != block_of(found.stage.name):
+                leave_block()
             stages[found.stage.name] = _Squares(found.stage)
         stages[found.stage.name].add(found)
 
@@ -112,13 +122,12 @@ def measure(
         folder=folder,
         progress=progress,
     )
+    leave_block()
     return Sensitivity(
         tokens=rows.numel(),
         outputs={name: sums / rows.numel() for squares in stages.values() for name, sums in squares.outputs.items()},
         stages={name: squares.token_weights() for name, squares in stages.items()},
-        covariances={
-            name: chunks for squares in stages.values() for name, chunks in squares.covariances(rows.numel()).items()
-        },
+        covariances=covariances,
     )
 
 
@@ -128,7 +137,6 @@ class _Squares:
     def __init__(self, stage: Stage) -> None:
         self.outputs: dict[str, Tensor] = {}
         self._sums: dict[str, list[Tensor]] = {}
-        self._settled: dict[str, tuple[Tensor, ...]] | None = None
         self._linears: dict[str, list[Tensor]] = {name: [] for name in stage.linears}
         self._energies: list[Tensor] = []
         self._tokens: list[Tensor] = []
@@ -146,17 +154,10 @@ class _Squares:
         self._energies.append(energies.cpu())
         self._tokens.append(found.tokens)
 
-    def settle(self, tokens: int) -> None:
-        """Nothing more is to come: keep covariances small."""
-        if self._settled is None:
-            sums = self._sums.items()
-            self._settled = {name: tuple((chunk / tokens).bfloat16() for chunk in chunks) for name, chunks in sums}
-            self._sums = {}
-
-    def covariances(self, tokens: int) -> dict[str, tuple[Tensor, ...]]:
-        self.settle(tokens)
-        assert self._settled is not None
-        return self._settled
+    def take_covariances(self, tokens: int) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+        """Nothing more is to come: hands them over and forgets them."""
+        for name in list(self._sums):
+            yield name, tuple((chunk / tokens).bfloat16() for chunk in self._sums.pop(name))
 
     def _add_covariance(self, name: str, rows: Tensor) -> None:
         """Of the sums, the chunks on the diagonal."""
@@ -170,11 +171,6 @@ class _Squares:
         energies = torch.cat(self._energies).double()
         weights = torch.stack([_scaled(torch.cat(squares).double(), energies) for squares in self._linears.values()])
         return TokenWeights(weights.mean(0).float(), torch.cat(self._tokens))
-
-
-def _same_block(first: str, second: str) -> bool:
-    """Whether two stages, named as `model.layers.3.mlp.up`, are of one block."""
-    return first.split(".")[:3] == second.split(".")[:3]
 
 
 def _scaled(squares: Tensor, energies: Tensor) -> Tensor:

@@ -1,17 +1,19 @@
 """The backward pass of a command: over how much of its text, where its states live, what it cost."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantkit.calibration import sensitivity
-from quantkit.calibration.sensitivity import Sensitivity, TokenWeights, chunk_sizes
+from quantkit.calibration.sensitivity import Covariances, Sensitivity, TokenWeights, chunk_sizes
 from quantkit.commands.quantize_job import Subject
 from quantkit.job.job import Job, Step
+from quantkit.models.architecture import block_of
 from quantkit.progress import Progress
 
 STEP = "gradients"
@@ -33,13 +35,17 @@ class RunBackward(Protocol):
 
 
 class RunOnce:
-    """Every job after the first is given what the first has found. All must be of one model, text, seed and dtype."""
+    """Every job after the first is given what the first has found. All must be of one model, text, seed and dtype.
+
+    That outlives the first job, so the covariances of all blocks are in memory meanwhile.
+    """
 
     def __init__(self) -> None:
         self._found: BackwardPass | None = None
 
     def __call__(self, subject: Subject, job: Job, seed: int, progress: Progress) -> BackwardPass:
-        self._found = run_backward(subject, job, seed, progress, known=self._found)
+        result = run_backward(subject, job, seed, progress, known=self._found)
+        self._found = replace(result, found=replace(result.found, covariances=dict(result.found.covariances)))
         return self._found
 
 
@@ -51,19 +57,38 @@ def run_backward(
 
     The states go to a folder of the job where they are too many for the memory.
     """
-    if job.has(STEP):
-        value = job.value(STEP)
-        found = _unpack(value, dict(job.tensors(STEP)))
-        return BackwardPass(found, value["seconds"], value["cpu_seconds"])
-    result = known or _run(subject, job, seed, progress)
-    with job.step(STEP) as step:
-        value = _pack(result.found, step)
-        step.finish({**value, "seconds": result.seconds, "cpu_seconds": result.cpu_seconds})
-    job.keep_states()
-    return result
+    if not job.has(STEP):
+        with job.step(STEP) as step:
+            blocks: list[dict[str, int]] = []
+
+            def keep(covariances: Covariances) -> None:
+                """Those of one block go into one tensor: a file should not have one for each expert."""
+                step.add(
+                    _covariances(len(blocks)),
+                    torch.cat([chunk.flatten().cpu() for chunks in covariances.values() for chunk in chunks]),
+                )
+                blocks.append({name: sum(map(len, chunks)) for name, chunks in covariances.items()})
+
+            result = known or _run(subject, job, seed, progress, keep)
+            if known:
+                for _, names in groupby(known.found.covariances, block_of):
+                    keep({name: known.found.covariances[name] for name in names})
+            step.finish(
+                {
+                    **_pack(result.found, step),
+                    "covariances": blocks,
+                    "seconds": result.seconds,
+                    "cpu_seconds": result.cpu_seconds,
+                }
+            )
+        job.keep_states()
+    value = job.value(STEP)
+    return BackwardPass(_unpack(value, job), value["seconds"], value["cpu_seconds"])
 
 
-def _run(subject: Subject, job: Job, seed: int, progress: Progress) -> BackwardPass:
+def _run(
+    subject: Subject, job: Job, seed: int, progress: Progress, keep: Callable[[Covariances], None]
+) -> BackwardPass:
     start = time.monotonic(), time.process_time()
     folder = job.new_states(STEP) if subject.backward_spilled_bytes > 0 else None
     found = sensitivity.measure(
@@ -76,8 +101,37 @@ def _run(subject: Subject, job: Job, seed: int, progress: Progress) -> BackwardP
         device=subject.placement.device,
         folder=folder,
         progress=progress,
+        keep=keep,
     )
     return BackwardPass(found, time.monotonic() - start[0], time.process_time() - start[1])
+
+
+class _KeptCovariances(Mapping[str, tuple[Tensor, ...]]):
+    """Those of a job, of which one block is in memory."""
+
+    def __init__(self, job: Job, blocks: Sequence[Mapping[str, int]]) -> None:
+        self._job = job
+        self._blocks = blocks
+        self._place = {name: number for number, names in enumerate(blocks) for name in names}
+        self._held: tuple[int, Mapping[str, tuple[Tensor, ...]]] = -1, {}
+
+    def __getitem__(self, name: str) -> tuple[Tensor, ...]:
+        number = self._place[name]
+        if self._held[0] != number:
+            self._held = -1, {}
+            values = self._job.tensor(STEP, _covariances(number))
+            self._held = number, dict(_cut(self._blocks[number], values))
+        return self._held[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+
+def _covariances(number: int) -> str:
+    return f"covariances {number}"
 
 
 def _pack(found: Sensitivity, step: Step) -> dict[str, object]:
@@ -85,8 +139,6 @@ def _pack(found: Sensitivity, step: Step) -> dict[str, object]:
     _add(step, "outputs", found.outputs.values(), torch.float64)
     _add(step, "weights", (stage.weights for stage in found.stages.values()), torch.float32)
     _add(step, "tokens", (stage.tokens for stage in found.stages.values()), torch.int64)
-    chunks = [chunk.flatten() for chunks in found.covariances.values() for chunk in chunks]
-    _add(step, "covariances", chunks, torch.bfloat16)
     return {
         "tokens": found.tokens,
         "outputs": {name: len(squares) for name, squares in found.outputs.items()},
@@ -98,24 +150,24 @@ def _add(step: Step, name: str, parts: Iterable[Tensor], dtype: torch.dtype) -> 
     step.add(name, torch.cat([torch.empty(0, dtype=dtype), *(part.cpu() for part in parts)]))
 
 
-def _unpack(value: dict, tensors: dict[str, Tensor]) -> Sensitivity:
+def _unpack(value: dict, job: Job) -> Sensitivity:
     outputs, stages = value["outputs"], value["stages"]
-    squares = tensors["outputs"].split(list(outputs.values()))
+    squares = job.tensor(STEP, "outputs").split(list(outputs.values()))
     sizes = list(stages.values())
-    seen = zip(tensors["weights"].split(sizes), tensors["tokens"].split(sizes), strict=True)
+    seen = zip(job.tensor(STEP, "weights").split(sizes), job.tensor(STEP, "tokens").split(sizes), strict=True)
     return Sensitivity(
         value["tokens"],
         dict(zip(outputs, squares, strict=True)),
         {name: TokenWeights(*pair) for name, pair in zip(stages, seen, strict=True)},
-        {name: tuple(chunks) for name, chunks in _unpack_covariances(outputs, tensors["covariances"])},
+        _KeptCovariances(job, value["covariances"]),
     )
 
 
-def _unpack_covariances(outputs: Mapping[str, int], values: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
+def _cut(outputs: Mapping[str, int], values: Tensor) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     start = 0
     for name, count in outputs.items():
         chunks = []
         for size in chunk_sizes(count):
             chunks.append(values[start : start + size * size].view(size, size))
             start += size * size
-        yield name, chunks
+        yield name, tuple(chunks)

@@ -121,11 +121,11 @@ class StoredTensor(ABC):
     def matmul(self, x: Tensor) -> Tensor:
         """`x [m, in] · W [in, out] + bias → [m, out]`, in the dtype of `x`."""
 
-    def repack(self) -> None:
+    def repack(self) -> None:  # noqa: B027 - nothing to do for a weight that has one form
         """Take the form that the kernels read, where there is one, now rather than at the first product.
 
         What is kept for long is then not allocated among the activations of a forward pass, between which the C
-        library could not return memory to the system: a GPTQ model of 135M parameters peaked at 1745 instead of 664 MiB.
+        library could not return memory to the system.
         """
 
     @property

@@ -128,7 +128,13 @@ class Job:
 
         Raises JobError for a file that is missing or not as it was written.
         """
-        digests: dict[str, str] = self._steps[step]["tensors"]
+        yield from self._read(step, self._steps[step]["tensors"])
+
+    def tensor(self, step: str, name: str) -> Tensor:
+        """One tensor of a finished step. Raises as `tensors` does, KeyError for a name that the step has not added."""
+        return next(tensor for _, tensor in self._read(step, {name: self._steps[step]["tensors"][name]}))
+
+    def _read(self, step: str, digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
         if not digests:
             return
         try:
