@@ -12,6 +12,7 @@ from quantkit.calibration.sensitivity import Sensitivity, TokenWeights
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.errors import CalibrationError
 from quantkit.models import catalog
+from quantkit.models.architecture import block_of
 from quantkit.models.config import ModelConfig
 from quantkit.progress import Silent
 
@@ -19,11 +20,10 @@ ROWS = torch.randint(5, 320, (6, 20), generator=torch.Generator().manual_seed(3)
 PLACE = {"seed": 4, "dtype": torch.float32, "device": "cpu", "folder": None, "progress": Silent()}
 
 
-def measure(path: Path, rows: torch.Tensor = ROWS) -> Sensitivity:
+def measure(path: Path, rows: torch.Tensor = ROWS, **options) -> Sensitivity:
     checkpoint = open_checkpoint(path)
-    return sensitivity.measure(
-        checkpoint, ModelConfig.read(checkpoint.config), catalog.find(checkpoint.config), rows, **PLACE
-    )
+    place = checkpoint, ModelConfig.read(checkpoint.config), catalog.find(checkpoint.config)
+    return sensitivity.measure(*place, rows, **PLACE, **options)
 
 
 def observe(path: Path, rows: torch.Tensor = ROWS) -> dict[str, list[StageGradients]]:
@@ -145,6 +145,17 @@ def test_covariances_of_output_gradients(family: str, tmp_path: Path, monkeypatc
                 assert torch.equal(chunk, chunk.T)
                 start = end
             assert start == len(whole)
+
+
+def test_covariances_can_be_handed_over_block_by_block_and_are_not_held_then(tmp_path: Path) -> None:
+    path = tiny.write_model(tmp_path / "model", tokenizer=False, num_hidden_layers=3)
+    together, blocks = measure(path), []
+    assert not measure(path, keep=blocks.append).covariances
+    assert [{block_of(name) for name in block} for block in blocks] == [{2}, {1}, {0}]
+    found = {name: chunks for block in blocks for name, chunks in block.items()}
+    assert list(found) == list(together.covariances)
+    for name, chunks in found.items():
+        assert all(map(torch.equal, chunks, together.covariances[name]))
 
 
 def test_chunks_are_as_few_and_as_equal_as_can_be() -> None:
