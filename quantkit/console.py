@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -20,6 +20,9 @@ from rich.text import Text
 
 from quantkit.errors import QuantkitError
 from quantkit.progress import Task
+
+if TYPE_CHECKING:
+    from quantkit.commands.convert_report import Report
 
 
 class _Narration(Console):
@@ -61,6 +64,15 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], *, text_c
         table.add_row(*map(Text, row))  # as it is: brackets in a path are no markup
     with _written():
         out.print(table)
+
+
+def print_report(report: "Report", *, as_json: bool) -> None:
+    """A command's result: one JSON object, or its tables."""
+    if as_json:
+        print_json(report.as_json())
+        return
+    for title, columns, rows in report.tables():
+        print_table(title, columns, rows)
 
 
 def print_text(text: str, *, end: str = "\n") -> None:

@@ -5,12 +5,13 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.options import Json
 from quantkit.settings import CheckSettings
 
 
 def check(
     path: Annotated[Path, typer.Argument(help="Folder of a model, quantized or not.")],
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json: Json = False,
 ) -> int:
     """List all faults of a model folder in one go, and who can load it. Exits 0 when it is sound, else with the code of
     its first fault."""

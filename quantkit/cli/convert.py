@@ -55,12 +55,7 @@ def _run(settings: ConvertSettings, as_json: bool) -> None:
     from quantkit import console
     from quantkit.commands.convert import run
 
-    report = run(settings, console.Bars())
-    if as_json:
-        console.print_json(report.as_json())
-        return
-    for title, columns, rows in report.tables():
-        console.print_table(title, columns, rows)
+    console.print_report(run(settings, console.Bars()), as_json=as_json)
 
 
 @convert.command("batch")
@@ -73,11 +68,7 @@ def batch(
     from quantkit.commands.convert_batch import run_batch
 
     report = run_batch(jobs, console.Bars())
-    if json:
-        console.print_json(report.as_json())
-    else:
-        for title, columns, rows in report.tables():
-            console.print_table(title, columns, rows)
+    console.print_report(report, as_json=json)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quantkit.cli.options import RowLength, Samples
 from quantkit.settings import ConvertSettings
 
 ALWAYS_FIRST, ALWAYS_LAST = ("source", "out"), ("overwrite", "json")
@@ -49,8 +50,8 @@ _ANNOTATIONS: dict[str, Any] = {
     "calibration": Annotated[
         str, typer.Option("--calibration", help="bundled, a FILE (.parquet, .jsonl or plain text), or a dataset.")
     ],
-    "samples": Annotated[int, typer.Option("--samples", min=1, help="Rows of calibration text; time grows with them.")],
-    "length": Annotated[int, typer.Option("--length", min=1, help="Tokens in a row.")],
+    "samples": Samples,
+    "length": RowLength,
     "seed": Annotated[
         int, typer.Option("--seed", min=0, max=2**63 - 1, help="Chooses the rows; the same seed gives the same bytes.")
     ],

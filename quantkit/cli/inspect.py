@@ -4,12 +4,13 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.options import Json
 from quantkit.settings import InspectSettings
 
 
 def inspect(
     model: Annotated[str, typer.Argument(help="Folder of a model, quantized or not, or a hub id.")],
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Say what a model is: format, real bits per weight by part, sizes, tokenizer and chat template, and who can load
     it."""

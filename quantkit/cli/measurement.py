@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.options import Json
 from quantkit.settings import ImportMeasurementSettings, ShowMeasurementSettings
 
 measurement = typer.Typer(
@@ -12,8 +13,6 @@ measurement = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
 @measurement.command("show")
@@ -29,12 +28,7 @@ def show(
     from quantkit import console
     from quantkit.commands.show_measurement import run
 
-    report = run(settings, console.Bars())
-    if json:
-        console.print_json(report.as_json())
-        return
-    for title, columns, rows in report.tables():
-        console.print_table(title, columns, rows)
+    console.print_report(run(settings, console.Bars()), as_json=json)
 
 
 @measurement.command("import")
@@ -49,9 +43,4 @@ def import_(
     from quantkit import console
     from quantkit.commands.import_measurement import run
 
-    report = run(settings, console.Bars())
-    if json:
-        console.print_json(report.as_json())
-        return
-    for title, columns, rows in report.tables():
-        console.print_table(title, columns, rows)
+    console.print_report(run(settings, console.Bars()), as_json=json)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.options import Json
 from quantkit.settings import PlanSettings
 
 
@@ -19,16 +20,11 @@ def plan(
     ] = 6,
     include_head: Annotated[bool, typer.Option("--include-head", help="Count the head in `--bpw`.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail when EXL2 cannot hold a linear.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Choose for each linear of a measured model the EXL2 layout that does the least damage within a budget of bits."""
     settings = PlanSettings(measurement, bpw, out, head_bits, include_head, strict)
     from quantkit import console
     from quantkit.commands.plan import run
 
-    report = run(settings, console.Bars())
-    if json:
-        console.print_json(report.as_json())
-        return
-    for title, columns, rows in report.tables():
-        console.print_table(title, columns, rows)
+    console.print_report(run(settings, console.Bars()), as_json=json)

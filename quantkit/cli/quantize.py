@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.options import Calibration, CalibrationDtype, Device, JobFolder, Json, Restart, RowLength, Samples
 from quantkit.errors import UsageError
 from quantkit.settings import QuantizeSettings
 
@@ -95,14 +96,9 @@ def quantize(
     plan: Annotated[
         Path | None, typer.Option("--plan", help="EXL2: what `quantkit plan` wrote, in place of `--bpw`.")
     ] = None,
-    calibration: Annotated[
-        str,
-        typer.Option("--calibration", help="bundled, a FILE (.parquet, .jsonl or plain text), or a dataset's name."),
-    ] = "bundled",
-    samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Rows of calibration text; time grows with them.")
-    ] = 128,
-    length: Annotated[int, typer.Option("--length", min=1, help="Tokens in a row.")] = 512,
+    calibration: Calibration = "bundled",
+    samples: Samples = 128,
+    length: RowLength = 512,
     route_all: Annotated[
         bool,
         typer.Option(
@@ -115,17 +111,13 @@ def quantize(
     seed: Annotated[
         int, typer.Option("--seed", min=0, max=2**63 - 1, help="Chooses the rows; the same seed gives the same bytes.")
     ] = 0,
-    device: Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")] = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")] = "auto",
+    device: Device = "auto",
+    dtype: CalibrationDtype = "auto",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an output folder that another command made, when done.")
     ] = False,
-    job: Annotated[
-        Path | None, typer.Option("--job", help="Folder for what is finished until all is; OUT.job if not given.")
-    ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Forget what is finished, the result too, and begin again.")
-    ] = False,
+    job: JobFolder = None,
+    restart: Restart = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail when a linear would stay dense or end in a short group.")
     ] = False,
@@ -134,7 +126,7 @@ def quantize(
         typer.Option("--dry-run", help="Only say what would be done, and what it takes of time, memory and disk."),
     ] = False,
     no_eval: Annotated[bool, typer.Option("--no-eval", help="Skip perplexity, KL and the sample at the end.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Quantize MODEL to GPTQ or EXL2 against calibration text, read the result back and measure the damage."""
     rates = _rates(bpw)
@@ -181,32 +173,18 @@ def quantize(
 
         if len(rates) > 1:
             raise UsageError("`--dry-run` looks at one rate at a time", hint=f"use `--bpw {rates[0]:g}` with it")
-        outlook = foresee(settings, console.Bars())
-        if json:
-            console.print_json(outlook.as_json())
-            return
-        for title, columns, rows in outlook.tables():
-            console.print_table(title, columns, rows)
+        console.print_report(foresee(settings, console.Bars()), as_json=json)
         return
     if len(rates) > 1:
         from quantkit.commands.quantize_rates import run_rates
 
-        several = run_rates(settings, rates, console.Bars())
-        if json:
-            console.print_json(several.as_json())
-            return
-        for title, columns, rows in several.tables():
-            console.print_table(title, columns, rows)
+        console.print_report(run_rates(settings, rates, console.Bars()), as_json=json)
         return
     from quantkit.commands.quantize import run
 
     report = run(settings, console.Bars())
-    if json:
-        console.print_json(report.as_json())
-        return
-    for title, columns, rows in report.tables():
-        console.print_table(title, columns, rows)
-    if report.damage is not None:
+    console.print_report(report, as_json=json)
+    if report.damage is not None and not json:
         console.print_text(f"\n> {report.damage.prompt}\n{report.damage.answer}")
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.options import Json
 from quantkit.errors import UsageError
 from quantkit.settings import RecommendSettings
 
@@ -29,7 +30,7 @@ def recommend(
     measurement: Annotated[
         Path | None, typer.Option("--measurement", help="What `quantkit measure` wrote: names the expected KL.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json: Json = False,
 ) -> int:
     """Say which rate and which cache fit a memory, with the margin, over rates and contexts. Exits 3 when nothing
     fits."""

@@ -10,7 +10,7 @@ SHOWN_LINEARS = 8
 
 
 class Report(Protocol):
-    """What a route returns."""
+    """What a command returns, if tables say all of it."""
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of each table for people."""

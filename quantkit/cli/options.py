@@ -1,0 +1,19 @@
+"""Options that several commands have, in one wording."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Calibration = Annotated[
+    str, typer.Option("--calibration", help="bundled, a FILE (.parquet, .jsonl or plain text), or a dataset's name.")
+]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Rows of calibration text; time grows with them.")]
+RowLength = Annotated[int, typer.Option("--length", min=1, help="Tokens in a row.")]
+Device = Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")]
+CalibrationDtype = Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")]
+JobFolder = Annotated[
+    Path | None, typer.Option("--job", help="Folder for what is finished until all is; OUT.job if not given.")
+]
+Restart = Annotated[bool, typer.Option("--restart", help="Forget what is finished, the result too, and begin again.")]
