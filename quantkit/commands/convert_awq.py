@@ -15,7 +15,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.convert_folder import open_source, rewriting
 from quantkit.commands.convert_gptq_zeros import modules
 from quantkit.commands.convert_report import ConvertReport
-from quantkit.errors import OWN_FAULT, CheckpointError, FormatError, GateError
+from quantkit.errors import CheckpointError, FormatError
 from quantkit.formats import awq, gptq, gptq_config
 from quantkit.formats.gptq_config import GptqSettings
 from quantkit.formats.gptq_zeros import write_zeros
@@ -39,7 +39,7 @@ def awq_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport:
         progress.task(settings.route, total=len(modules(source))) as task,
     ):
         for module, before in _linears(source):
-            rows, columns = before.q.shape
+            rows = len(before.q)
             if before.group_rows != (rows if own.group_size == -1 else min(own.group_size, rows)):
                 raise FormatError(
                     f"`{module}` has groups of {before.group_rows} rows, others of {own.group_size}",
@@ -54,25 +54,18 @@ def awq_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport:
             if before.bias is not None:
                 tensors["bias"] = before.bias
             stored, weight = gptq.decode(module, tensors, own), before.dequantize()
-            if not bool((stored.dequantize() == weight).all()):
-                raise GateError(f"`{module}` does not decode to the same weight: [{rows}, {columns}]", hint=OWN_FAULT)
-            new.add_linear(module, stored, weight, module=module)
+            new.add_equal_linear(module, stored, weight)
             task.advance(note=module)
         new.add_others()
         rules: dict[str, dict[str, Any]] = {f"-:^{name}$": {} for name in _dense(source)}
-        written = gptq_config.write(own, true_sequential=False, dynamic=rules)
-        size = new.finish({**source.config, "quantization_config": written}, {"quantize_config.json": written})
+        config = gptq_config.write(own, true_sequential=False, dynamic=rules)
+        written = new.finish({**source.config, "quantization_config": config}, {"quantize_config.json": config})
     return ConvertReport(
-        route=settings.route,
-        source=str(settings.source),
-        out=str(settings.out),
+        settings,
         way=f"exact, checkpoint format {own.checkpoint_format}",
-        linears=(),
-        exact=len(modules(source)),
-        tensors=new.tensors,
-        parameters=new.parameters,
-        size_bytes=size,
+        written=written,
         seconds=time.monotonic() - start,
+        exact=len(modules(source)),
         facts={"group_size": own.group_size, "sym": own.sym},
     )
 

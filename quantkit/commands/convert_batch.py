@@ -56,7 +56,7 @@ class BatchReport:
         sizes: dict[int, tuple[Path, int, float]] = {}
         for place, (job, result) in enumerate(zip(self.jobs, self.results, strict=True)):
             if isinstance(result, ConvertReport) and result.damage is not None:
-                sizes[place] = job.source, result.size_bytes, result.damage.kl_mean
+                sizes[place] = job.source, result.written.size_bytes, result.damage.kl_mean
         return {
             place
             for place, (source, size, damage) in sizes.items()
@@ -222,11 +222,11 @@ def _row(job: ConvertSettings, result: Report | Failure, on_front: bool) -> list
     if not isinstance(result, ConvertReport):
         return [str(job.out), job.route, "", "", "", "", ""]
     damage = result.damage
-    own = result.facts.get("bits_per_weight", result.bits_per_weight)
+    own = result.facts.get("bits_per_weight", result.written.bits_per_weight)
     return [
         str(job.out),
         job.route,
-        f"{result.size_bytes / 2**20:.1f} MiB",
+        f"{result.written.size_bytes / 2**20:.1f} MiB",
         f"{own:.3f}",
         "" if damage is None else f"{damage.perplexity_result:.3f}",
         "" if damage is None else f"{damage.kl_mean:.5f}",

@@ -8,7 +8,7 @@
 In memory is what the caller holds, one linear, and 32 bytes for each tensor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -20,25 +20,26 @@ from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.spelling import on_disk
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
-from quantkit.errors import CheckpointError
+from quantkit.commands.convert_report import Written
+from quantkit.errors import OWN_FAULT, CheckpointError, GateError
 from quantkit.formats.codec import StoredTensor
 from quantkit.models.architecture import HEAD
 
 
 class Rewriting:
-    """The new folder while it is written. `parameters` counts weights as they are written, dense or not."""
+    """The new folder while it is written. Its parameters are counted as they are written, dense or not."""
 
     def __init__(self, checkpoint: Checkpoint, writer: CheckpointWriter) -> None:
         self._checkpoint, self._writer = checkpoint, writer
         self._receipt = Receipt()
         self._replaced: set[str] = set()
-        self.tensors = 0
-        self.parameters = 0
+        self._tensors = 0
+        self._parameters = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor that is no part of a quantized linear."""
         self._put(name, tensor)
-        self.parameters += tensor.numel()
+        self._parameters += tensor.numel()
 
     def add_linear(self, linear: str, stored: StoredTensor, weight: Tensor, module: str | None = None) -> None:
         """A linear of the source in another form. `weight` `[in, out]` is what a reader must make of it; `module` its
@@ -48,8 +49,14 @@ class Rewriting:
             self._put(on_disk(module, suffix), tensor)
         self._receipt.add_weight(linear, weight)
         self.replace(linear)
-        self.parameters += stored.in_features * stored.out_features
-        self.parameters += 0 if stored.bias is None else stored.out_features
+        self._parameters += stored.in_features * stored.out_features
+        self._parameters += 0 if stored.bias is None else stored.out_features
+
+    def add_equal_linear(self, module: str, stored: StoredTensor, weight: Tensor) -> None:
+        """A linear whose weight must not change: GateError, before anything more is done, where it would."""
+        if not bool((stored.dequantize() == weight).all()):
+            raise GateError(f"`{module}` does not decode to the same weight", hint=OWN_FAULT)
+        self.add_linear(module, stored, weight, module=module)
 
     def replace(self, linear: str) -> None:
         """The source's tensors of this linear are not wanted. A tied head has none."""
@@ -69,8 +76,8 @@ class Rewriting:
         self,
         config: Mapping[str, Any],
         side_json: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> int:
-        """Read everything back, put the folder in its place. Returns the bytes of its weight files.
+    ) -> Written:
+        """Read everything back, put the folder in its place.
 
         Raises GateError for a tensor that is not what was written, or that does not decode to its weight.
         """
@@ -80,12 +87,12 @@ class Rewriting:
             side_json,
             check=lambda folder: self._receipt.check(open_checkpoint(folder)),
         )
-        return sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
+        return Written(self._tensors, self._parameters, weight_bytes(files))
 
     def _put(self, name: str, tensor: Tensor) -> None:
         self._writer.add(name, tensor)
         self._receipt.add(name, tensor)
-        self.tensors += 1
+        self._tensors += 1
 
 
 @contextmanager
@@ -110,9 +117,15 @@ def has_own_head(checkpoint: Checkpoint) -> bool:
     return any(name.startswith(f"{HEAD}.") for name in checkpoint.names())
 
 
-def parameters(checkpoint: Checkpoint) -> int:
-    """Weights of the model, a tied head not counted twice."""
-    return sum(map(prod, checkpoint.architecture.tensors(checkpoint.model_config).values()))
+def written_in(checkpoint: Checkpoint) -> Written:
+    """Of a folder as it is read. A tied head does not count twice."""
+    parameters = sum(map(prod, checkpoint.architecture.tensors(checkpoint.model_config).values()))
+    return Written(len(checkpoint.names()), parameters, weight_bytes(checkpoint.path.iterdir()))
+
+
+def weight_bytes(files: Iterable[Path]) -> int:
+    """Of those among them that hold weights."""
+    return sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
 
 
 def require_free(out: Path, *, overwrite: bool) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.convert_folder import open_source, rewriting
 from quantkit.commands.convert_report import ConvertReport
-from quantkit.errors import OWN_FAULT, CheckpointError, FormatError, GateError
+from quantkit.errors import CheckpointError, FormatError
 from quantkit.formats import gptq
 from quantkit.formats.gptq_config import GptqConfig, GptqSettings
 from quantkit.formats.gptq_zeros import read_zeros, write_zeros
@@ -64,29 +64,22 @@ def _convert(settings: ConvertSettings, progress: Progress, target: str) -> Conv
             except FormatError as error:
                 raise FormatError(f"`{module}.qzeros`: {error.message}", hint="keep `gptq_v2`") from error
             stored, weight = gptq.decode(module, tensors, after), before.dequantize()
-            if not bool((stored.dequantize() == weight).all()):
-                raise GateError(f"`{module}` does not decode to the same weight", hint=OWN_FAULT)
-            new.add_linear(module, stored, weight, module=module)
+            new.add_equal_linear(module, stored, weight)
             task.advance(note=module)
         new.add_others()
-        written = {**quantization, "checkpoint_format": target, "format": target}
+        changed = {**quantization, "checkpoint_format": target, "format": target}
         # Who packed the words decides how some readers take them: these were packed here.
-        written["meta"] = {**(written.get("meta") or {}), "quantizer": [f"quantkit:{VERSION}"]}
-        size = new.finish({**source.config, "quantization_config": written}, {"quantize_config.json": written})
+        changed["meta"] = {**(changed.get("meta") or {}), "quantizer": [f"quantkit:{VERSION}"]}
+        written = new.finish({**source.config, "quantization_config": changed}, {"quantize_config.json": changed})
     remarks = []
     if target == "gptq" and not config.base.sym:
         remarks.append("GPTQModel refuses asymmetric models of format `gptq` that other tools wrote")
     return ConvertReport(
-        route=settings.route,
-        source=str(settings.source),
-        out=str(settings.out),
+        settings,
         way=f"exact, checkpoint format {target}",
-        linears=(),
-        exact=len(modules(source)),
-        tensors=new.tensors,
-        parameters=new.parameters,
-        size_bytes=size,
+        written=written,
         seconds=time.monotonic() - start,
+        exact=len(modules(source)),
         remarks=tuple(remarks),
     )
 

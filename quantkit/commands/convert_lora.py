@@ -56,17 +56,11 @@ def merge_lora(settings: ConvertSettings, progress: Progress) -> ConvertReport:
                 raise FormatError(f"`{name}` leaves the range of its dtype when merged", hint="use a smaller weight")
             new.add(name, after)
             task.advance(note=name)
-        size = new.finish(source.config)
+        written = new.finish(source.config)
     return ConvertReport(
-        route=settings.route,
-        source=str(settings.source),
-        out=str(settings.out),
+        settings,
         way="rounded once where an adapter adds to them, else as they were",
-        linears=(),
-        exact=0,
-        tensors=new.tensors,
-        parameters=new.parameters,
-        size_bytes=size,
+        written=written,
         seconds=time.monotonic() - start,
         facts={
             "adapters": ", ".join(f"{adapter.path} × {weight:g}" for adapter, weight in adapters),

@@ -17,7 +17,8 @@ from quantkit.checkpoint.folder import is_pickle, read_json, require, side_files
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.commands.convert_report import ConvertReport
+from quantkit.commands.convert_folder import weight_bytes
+from quantkit.commands.convert_report import ConvertReport, Written
 from quantkit.errors import CheckpointError
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.progress import Progress
@@ -58,17 +59,11 @@ def pickle_to_safetensors(settings: ConvertSettings, progress: Progress) -> Conv
                 receipt.add(name, tensor)
                 parameters, tensors = parameters + tensor.numel(), tensors + 1
             task.advance(note=file.name)
-        written = writer.finish(config, side_files(folder), check=lambda made: receipt.check(open_checkpoint(made)))
+        made = writer.finish(config, side_files(folder), check=lambda out: receipt.check(open_checkpoint(out)))
     return ConvertReport(
-        route=settings.route,
-        source=str(settings.source),
-        out=str(settings.out),
+        settings,
         way="exact, tensors as they were",
-        linears=(),
-        exact=0,
-        tensors=tensors,
-        parameters=parameters,
-        size_bytes=sum(file.stat().st_size for file in written if file.suffix == ".safetensors"),
+        written=Written(tensors, parameters, weight_bytes(made)),
         seconds=time.monotonic() - start,
         facts={"files_before": len(files)},
         remarks=tuple(f"`{name}` is the embedding once more and was left out" for name in dropped),

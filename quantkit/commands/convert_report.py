@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from quantkit.commands.evaluate_report import json_number
+from quantkit.settings import ConvertSettings
 
 SHOWN_LINEARS = 8
 
@@ -66,36 +67,43 @@ class AddedDamage:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertReport:
-    """One conversion.
+class Written:
+    """What is in the new folder or file.
 
-    way              how weights came over, in words
-    linears          those that were made anew, worst first; empty where every weight is equal
-    exact            linears whose weights were read back and found equal, bit for bit
     parameters       weights of the model
     size_bytes       of the weight files
     bits_per_weight  of all weight files, for each parameter
-    facts            what else this route has to say: name → value
-    remarks          whatever was not ideal
     """
 
-    route: str
-    source: str
-    out: str
-    way: str
-    linears: tuple[LinearError, ...]
-    exact: int
     tensors: int
     parameters: int
     size_bytes: int
-    seconds: float
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
-    damage: AddedDamage | None = None
 
     @property
     def bits_per_weight(self) -> float:
         return self.size_bytes * 8 / max(1, self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """One conversion.
+
+    way      how weights came over, in words
+    linears  those that were made anew, worst first; empty where every weight is equal
+    exact    linears whose weights were read back and found equal, bit for bit
+    facts    what else this route has to say: name → value
+    remarks  whatever was not ideal
+    """
+
+    settings: ConvertSettings
+    way: str
+    written: Written
+    seconds: float
+    linears: tuple[LinearError, ...] = ()
+    exact: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    damage: AddedDamage | None = None
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         tables = []
@@ -107,17 +115,17 @@ class ConvertReport:
                 mean = sum(linear.error for linear in self.linears) / len(self.linears)
                 rows.append([f"mean of {len(self.linears)}", f"{mean:.5f}"])
             tables.append(("relative weight error, worst first", ["", "error"], rows))
-        tables.append((f"quantkit convert {self.route}", ["", "found"], self.rows()))
+        tables.append((f"quantkit convert {self.settings.route}", ["", "found"], self.rows()))
         return tables
 
     def rows(self) -> list[list[str]]:
         """Name and figure: the summary."""
         return [
-            ["written", self.out],
+            ["written", str(self.settings.out)],
             ["weights", self.way],
             *([["read back and equal", f"{self.exact} linears"]] if self.exact else []),
-            ["size", f"{self.size_bytes / 2**20:.1f} MiB in {self.tensors} tensors"],
-            ["bits per weight, whole model", f"{self.bits_per_weight:.3f}"],
+            ["size", f"{self.written.size_bytes / 2**20:.1f} MiB in {self.written.tensors} tensors"],
+            ["bits per weight, whole model", f"{self.written.bits_per_weight:.3f}"],
             *([name.replace("_", " "), _shown(value)] for name, value in self.facts.items()),
             ["seconds", f"{self.seconds:.1f}"],
             *([] if self.damage is None else self.damage.rows()),
@@ -125,9 +133,13 @@ class ConvertReport:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            **{key: getattr(self, key) for key in ("route", "source", "out", "way", "exact", "tensors", "parameters")},
-            "size_bytes": self.size_bytes,
-            "file_bits_per_weight": self.bits_per_weight,
+            "route": self.settings.route,
+            "source": str(self.settings.source),
+            "out": str(self.settings.out),
+            "way": self.way,
+            "exact": self.exact,
+            **asdict(self.written),
+            "file_bits_per_weight": self.written.bits_per_weight,
             **self.facts,
             "linears": [asdict(linear) for linear in self.linears],
             "remarks": list(self.remarks),

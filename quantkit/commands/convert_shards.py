@@ -46,20 +46,14 @@ def _rewrite(settings: ConvertSettings, progress: Progress, shard_bytes: int) ->
         for name in source.names():
             new.add(name, source.tensor(name))
             task.advance(note=name)
-        size = new.finish(source.config, {name: read_json(source.path / name) for name in present})
+        written = new.finish(source.config, {name: read_json(source.path / name) for name in present})
     files = sorted(path.name for path in settings.out.glob("*.safetensors"))
     several = settings.route == "unshard" and len(files) > 1
     return ConvertReport(
-        route=settings.route,
-        source=str(settings.source),
-        out=str(settings.out),
+        settings,
         way="exact, tensors as they were",
-        linears=(),
-        exact=0,
-        tensors=new.tensors,
-        parameters=new.parameters,
-        size_bytes=size,
+        written=written,
         seconds=time.monotonic() - start,
         facts={"files": len(files), "files_before": len({source.info(name).file for name in source.names()})},
-        remarks=(f"{new.tensors} tensors need {len(files)} files: a header holds no more",) if several else (),
+        remarks=(f"{written.tensors} tensors need {len(files)} files: a header holds no more",) if several else (),
     )

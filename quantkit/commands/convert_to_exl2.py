@@ -21,7 +21,7 @@ from quantkit.commands import measure, quantize
 from quantkit.commands.convert_damage import Yardstick, weight_errors
 from quantkit.commands.convert_data_free import DataFree
 from quantkit.commands.convert_exl2_rate import BOUND, lowest_rate
-from quantkit.commands.convert_folder import has_own_head, open_source, parameters, require_free
+from quantkit.commands.convert_folder import has_own_head, open_source, require_free, written_in
 from quantkit.commands.convert_report import AddedDamage, ConvertReport
 from quantkit.errors import CheckpointError, FormatError, UsageError
 from quantkit.formats import exl2_layout, gptq
@@ -64,18 +64,12 @@ def gptq_to_exl2(settings: ConvertSettings, progress: Progress) -> ConvertReport
         "head_bits": quantization["head_bits"],
     }
     names = [*source.linears(), *([HEAD] if head_bits != DENSE_HEAD_BITS and has_own_head(source) else [])]
-    files = [file for file in settings.out.iterdir() if file.suffix == ".safetensors"]
     return ConvertReport(
-        route=settings.route,
-        source=str(settings.source),
-        out=str(settings.out),
+        settings,
         way=way,
-        linears=weight_errors(reference, result, names),
-        exact=0,
-        tensors=len(result.names()),
-        parameters=parameters(result),
-        size_bytes=sum(file.stat().st_size for file in files),
+        written=written_in(result),
         seconds=time.monotonic() - start,
+        linears=weight_errors(reference, result, names),
         facts=facts,
         damage=damage,
     )

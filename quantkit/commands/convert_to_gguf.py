@@ -18,7 +18,7 @@ from quantkit.checkpoint.gguf_tokenizer_export import tokenizer_metadata
 from quantkit.checkpoint.gguf_writer import BLOCK, GgufFileWriter, blocks, expand, q4_0, q8_0
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.convert_folder import open_source
-from quantkit.commands.convert_report import ConvertReport, LinearError
+from quantkit.commands.convert_report import ConvertReport, LinearError, Written
 from quantkit.errors import OWN_FAULT, CheckpointError, FormatError, GateError, UsageError
 from quantkit.formats import gptq
 from quantkit.formats.codec import StoredTensor
@@ -104,16 +104,14 @@ def _export(settings: ConvertSettings, source: Checkpoint, kind: str, progress: 
     ways = [f"{exact} linears exact"] if exact else []
     ways += [f"{len(errors)} linears rounded"] if errors else []
     return ConvertReport(
-        route=settings.route,
-        source=str(settings.source),
-        out=str(settings.out),
+        settings,
         way=", ".join(ways),
+        written=Written(
+            len(tensors) + (divisors is not None), sum(tensor.placement.count for tensor in tensors), size
+        ),
+        seconds=time.monotonic() - start,
         linears=tuple(sorted(errors, key=lambda linear: -linear.error)),
         exact=exact,
-        tensors=len(tensors) + (divisors is not None),
-        parameters=sum(tensor.placement.count for tensor in tensors),
-        size_bytes=size,
-        seconds=time.monotonic() - start,
         facts={
             "architecture": name,
             "types": {found: listed.count(found) for found in sorted(set(listed))},

@@ -13,7 +13,7 @@ import torch
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import quantize
 from quantkit.commands.convert_damage import Yardstick, weight_errors
-from quantkit.commands.convert_folder import open_source, parameters, require_free
+from quantkit.commands.convert_folder import open_source, require_free, written_in
 from quantkit.commands.convert_report import ConvertReport
 from quantkit.commands.convert_to_hf import dequantize
 from quantkit.errors import CheckpointError
@@ -41,16 +41,11 @@ def exl2_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport
         shutil.rmtree(between, ignore_errors=True)
     result = open_checkpoint(settings.out)
     return ConvertReport(
-        route=settings.route,
-        source=str(settings.source),
-        out=str(settings.out),
+        settings,
         way="re-quantized " + ("to nearest" if settings.data_free else "against activations of the input"),
-        linears=weight_errors(source, result, source.linears()),
-        exact=0,
-        tensors=len(result.names()),
-        parameters=parameters(result),
-        size_bytes=sum(file.stat().st_size for file in settings.out.glob("*.safetensors")),
+        written=written_in(result),
         seconds=time.monotonic() - start,
+        linears=weight_errors(source, result, source.linears()),
         facts={
             "bits": settings.bits,
             "group_size": settings.group_size,

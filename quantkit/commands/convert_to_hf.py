@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.spelling import respelled
 from quantkit.commands.convert_folder import open_source, rewriting, without_quantization
-from quantkit.commands.convert_report import ConvertReport
+from quantkit.commands.convert_report import ConvertReport, Written
 from quantkit.errors import OWN_FAULT, CheckpointError, FormatError, GateError, UsageError
 from quantkit.formats import exl2, gptq
 from quantkit.formats.dense import DenseTensor
@@ -41,13 +41,11 @@ def exl2_to_hf(settings: ConvertSettings, progress: Progress) -> ConvertReport:
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """What `dequantize` wrote: linears that were quantized, tensors that a narrower dtype rounded, and bytes."""
+    """What `dequantize` wrote: linears that were quantized, and tensors that a narrower dtype rounded."""
 
     linears: int
     rounded: int
-    tensors: int
-    parameters: int
-    size_bytes: int
+    written: Written
     untied: bool
 
 
@@ -87,8 +85,7 @@ def dequantize(
             new.add(spelled.get(name, name), cast)
         untied = HEAD in names and source.model_config.tie_embeddings
         config = _config(source, dtype, untied)
-        size = new.finish(config)
-        return Dequantized(len(names), rounded, new.tensors, new.parameters, size, untied)
+        return Dequantized(len(names), rounded, new.finish(config), untied)
 
 
 def is_quantized(source: Checkpoint, linear: str) -> bool:
@@ -122,16 +119,11 @@ def _to_hf(
     if made.untied:
         remarks.append("the head was quantized apart from the embedding: `tie_word_embeddings` is false now")
     return ConvertReport(
-        route=settings.route,
-        source=str(settings.source),
-        out=str(settings.out),
+        settings,
         way=f"{'exact' if exact else 'rounded once'}, {NAMES[dtype]}",
-        linears=(),
-        exact=made.linears if exact else 0,
-        tensors=made.tensors,
-        parameters=made.parameters,
-        size_bytes=made.size_bytes,
+        written=made.written,
         seconds=time.monotonic() - start,
+        exact=made.linears if exact else 0,
         facts={"dtype": NAMES[dtype], "dequantized_linears": made.linears, "rounded_tensors": made.rounded},
         remarks=tuple(remarks),
     )
