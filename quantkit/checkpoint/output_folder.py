@@ -6,8 +6,6 @@ cleared by the next one for the same place. A folder that is replaced steps asid
 of that rename, and returns should it fail.
 """
 
-import errno
-import fcntl
 import os
 import shutil
 from contextlib import suppress
@@ -15,6 +13,7 @@ from pathlib import Path
 
 from quantkit.checkpoint.durable import sync_folder
 from quantkit.checkpoint.folder import TEMPLATE_FOLDER
+from quantkit.checkpoint.owned_folder import empty, own
 from quantkit.errors import CheckpointError
 
 # Folders that a model may have: named chat templates, and what a download leaves beside it.
@@ -48,7 +47,7 @@ class OutputFolder:
             if not folder.exists():
                 folder.mkdir()
                 self._new_parents.append(folder)
-        self._lock = _lock(self.working)
+        self._lock = _claim(self.working)
         if self._replaced.exists() and not self.path.exists():
             self._replaced.rename(self.path)
         shutil.rmtree(self._replaced, ignore_errors=True)
@@ -122,36 +121,19 @@ def _check_free(path: Path, overwrite: bool) -> None:
         )
 
 
-def _lock(folder: Path) -> int:
+def _claim(folder: Path) -> int:
     """Makes a folder, or takes over and empties what a killed process left. Returns the descriptor that locks it.
 
     Raises CheckpointError when a process that lives has it.
     """
-    while True:
-        with suppress(FileExistsError):
-            folder.mkdir()
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            _lock_or_refuse(descriptor, folder)
-            # The one that had it may have finished just now: then this is its result, under its final name.
-            if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.lstat()):
-                for item in folder.iterdir():
-                    shutil.rmtree(item) if item.is_dir() and not item.is_symlink() else item.unlink()
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _lock_or_refuse(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    descriptor = own(folder)
+    if descriptor is None:
         raise CheckpointError(
             f"another process is writing `{folder}`", hint="wait until it has finished, or choose another `-o`"
-        ) from None
-    except OSError as error:
-        # Some network file systems have no locks: there, nothing keeps a second process out.
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
+        )
+    try:
+        empty(folder)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

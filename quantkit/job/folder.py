@@ -5,14 +5,13 @@ reading, and files of other names than a job's make it no job's folder.
 """
 
 import errno
-import fcntl
 import os
 import re
-import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
 
+from quantkit.checkpoint.owned_folder import empty, own, remove
 from quantkit.errors import JobError
 
 JOURNAL = "journal.jsonl"
@@ -49,7 +48,7 @@ class JobFolder:
     def new_subfolder(self, name: str) -> Path:
         """An empty folder; whatever has its name goes."""
         place = self.path / name
-        _remove(place)
+        remove(place)
         place.mkdir()
         return place
 
@@ -57,18 +56,16 @@ class JobFolder:
         """All other folders go."""
         for place in self.path.iterdir():
             if place.name.startswith("states-") and place.name not in names:
-                _remove(place)
+                remove(place)
 
     def empty(self) -> None:
         """Everything goes but the journal."""
-        for place in self.path.iterdir():
-            if place.name != JOURNAL:
-                _remove(place)
+        empty(self.path, keep=(JOURNAL,))
 
     def remove(self) -> None:
         """The folder itself goes, the journal last: what is left by a kill in between is known for what it is."""
         self.empty()
-        _remove(self.path / JOURNAL)
+        remove(self.path / JOURNAL)
         with suppress(OSError):
             self.path.rmdir()
 
@@ -89,45 +86,17 @@ class JobFolder:
 
 def _lock(path: Path) -> int:
     """Makes the folder, or takes over one that no living process has."""
-    while True:
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-                raise
-            what = "a link" if path.is_symlink() else "a file"
-            hint = "remove it, or choose a folder with `--job`"
-            raise JobError(f"`{path}` is {what}, where the folder of this job should be", hint=hint) from error
-        try:
-            _lock_or_refuse(descriptor, path)
-            # The process that had it may have removed it just now.
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.lstat()):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _lock_or_refuse(descriptor: int, path: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        descriptor = own(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP) or not os.path.lexists(path):
+            raise
+        what = "a link" if path.is_symlink() else "a file"
+        hint = "remove it, or choose a folder with `--job`"
+        raise JobError(f"`{path}` is {what}, where the folder of this job should be", hint=hint) from error
+    if descriptor is None:
         raise JobError(
             f"another process works in `{path}`",
             hint="wait until it has finished, or choose another folder with `--job`",
-        ) from None
-    except OSError as error:
-        # Some network file systems have no locks: there, nothing keeps a second process out.
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-
-
-def _remove(place: Path) -> None:
-    """A file, a link (not what it leads to), or a folder; or nothing."""
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
-    else:
-        place.unlink(missing_ok=True)
+        )
+    return descriptor
