@@ -23,6 +23,7 @@ from quantkit.formats import exl2_grid, exl2_layout
 from quantkit.formats.codec import Codes, Grid, Group, Layout, StoredTensor
 from quantkit.formats.exl2_layout import MOST_IN_FEATURES, Width
 from quantkit.formats.joined import JoinedTensor
+from quantkit.formats.repacked import RepackedTensor
 from quantkit.kernels.protocol import WIDTHS, Backend, Exl2Weight, Repacked
 from quantkit.kernels.reference import exl2_scales
 
@@ -114,18 +115,16 @@ def encode(codes: Codes, bias: Tensor | None = None) -> "Exl2Tensor":
     return decode("the encoded weight", tensors, out_features)
 
 
-class Exl2Tensor(StoredTensor):
-    """One linear in EXL2 form. The codes are in memory once: as on disk, or repacked for the kernels."""
+class Exl2Tensor(RepackedTensor[Exl2Weight]):
+    """One linear in EXL2 form."""
 
     def __init__(self, weight: Exl2Weight, kept: Mapping[str, Tensor], out_features: int) -> None:
         """`kept`: what is on disk besides q_weight, by suffix. `out_features`: the true width, without padding."""
+        super().__init__(weight, weight.words.device.type)
         self.in_features, self.out_features = weight.order.numel(), out_features
         self.bias = kept["bias"][:out_features] if "bias" in kept else None
         self._kept = dict(kept)
-        self._device = weight.words.device.type
         self._code_bits = weight.words.numel() * 32
-        self._weight: Exl2Weight | None = weight
-        self._reader: tuple[Backend, Repacked] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         return {"q_weight": self._stored().words, **self._kept}
@@ -159,23 +158,11 @@ class Exl2Tensor(StoredTensor):
     def stored_bits(self) -> int:
         return self._code_bits + sum(tensor.nbytes * 8 for tensor in self._kept.values())
 
-    def repack(self) -> None:
-        self._repacked()
+    def _pack(self, backend: Backend, weight: Exl2Weight) -> Repacked:
+        return backend.exl2_repack(weight)
 
-    def _repacked(self) -> tuple[Backend, Repacked]:
-        if self._reader is None:
-            backend = kernels.backend(self._device)
-            self._reader = backend, backend.exl2_repack(self._stored())
-            self._weight = None
-        return self._reader
-
-    def _stored(self) -> Exl2Weight:
-        weight = self._weight
-        if weight is None:
-            assert self._reader is not None
-            backend, repacked = self._reader
-            weight = backend.exl2_restore(repacked)
-        return weight
+    def _restore(self, backend: Backend, repacked: Repacked) -> Exl2Weight:
+        return backend.exl2_restore(repacked)
 
 
 @dataclass(frozen=True, slots=True)

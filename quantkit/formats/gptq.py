@@ -19,9 +19,10 @@ from torch import Tensor
 from quantkit import kernels
 from quantkit.errors import FormatError
 from quantkit.formats import gptq_config, gptq_grid
-from quantkit.formats.codec import Codes, Grid, Layout, StoredTensor
+from quantkit.formats.codec import Codes, Grid, Layout
 from quantkit.formats.gptq_config import GptqConfig, GptqSettings
 from quantkit.formats.gptq_zeros import read_zeros, write_zeros
+from quantkit.formats.repacked import RepackedTensor
 from quantkit.kernels.protocol import Backend, GptqWeight, Repacked
 
 __all__ = ["GptqCodec", "GptqConfig", "GptqSettings", "GptqTensor", "decode", "recognise"]
@@ -74,19 +75,17 @@ def decode(name: str, tensors: Mapping[str, Tensor], settings: GptqSettings | No
     return GptqTensor(weight, kept)
 
 
-class GptqTensor(StoredTensor):
-    """One linear in GPTQ form. The codes are in memory once: as on disk, or repacked for the kernels."""
+class GptqTensor(RepackedTensor[GptqWeight]):
+    """One linear in GPTQ form."""
 
     def __init__(self, weight: GptqWeight, kept: Mapping[str, Tensor]) -> None:
         """`kept`: what is on disk besides qweight, by suffix."""
+        super().__init__(weight, weight.words.device.type)
         self.in_features, self.out_features = weight.group.numel(), weight.words.shape[1]
         self.bits = weight.bits
         self.bias = kept.get("bias")
         self.row_groups = weight.group
         self._kept = dict(kept)
-        self._device = weight.words.device.type
-        self._weight: GptqWeight | None = weight
-        self._reader: tuple[Backend, Repacked] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         return {"qweight": self._stored().words, **self._kept}
@@ -126,23 +125,11 @@ class GptqTensor(StoredTensor):
         codes = self.in_features * self.out_features * self.bits
         return codes + sum(tensor.nbytes * 8 for tensor in self._kept.values())
 
-    def repack(self) -> None:
-        self._repacked()
+    def _pack(self, backend: Backend, weight: GptqWeight) -> Repacked:
+        return backend.gptq_repack(weight)
 
-    def _repacked(self) -> tuple[Backend, Repacked]:
-        if self._reader is None:
-            backend = kernels.backend(self._device)
-            self._reader = backend, backend.gptq_repack(self._stored())
-            self._weight = None
-        return self._reader
-
-    def _stored(self) -> GptqWeight:
-        weight = self._weight
-        if weight is None:
-            assert self._reader is not None
-            backend, repacked = self._reader
-            weight = backend.gptq_restore(repacked)
-        return weight
+    def _restore(self, backend: Backend, repacked: Repacked) -> GptqWeight:
+        return backend.gptq_restore(repacked)
 
 
 @dataclass(frozen=True, slots=True)

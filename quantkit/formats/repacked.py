@@ -1,0 +1,44 @@
+"""RepackedTensor: a quantized weight whose codes are in memory once, as on disk or as the kernels read them."""
+
+from abc import abstractmethod
+from typing import Generic, TypeVar
+
+from quantkit import kernels
+from quantkit.formats.codec import StoredTensor
+from quantkit.kernels.protocol import Backend, Repacked
+
+Weight = TypeVar("Weight")
+
+
+class RepackedTensor(StoredTensor, Generic[Weight]):
+    """Which backend serves it is decided by the device of its words, when it is first repacked."""
+
+    def __init__(self, weight: Weight, device: str) -> None:
+        self._device = device
+        self._weight: Weight | None = weight
+        self._reader: tuple[Backend, Repacked] | None = None
+
+    @abstractmethod
+    def _pack(self, backend: Backend, weight: Weight) -> Repacked:
+        """The form that this backend multiplies with."""
+
+    @abstractmethod
+    def _restore(self, backend: Backend, repacked: Repacked) -> Weight:
+        """The inverse of `_pack`."""
+
+    def repack(self) -> None:
+        self._repacked()
+
+    def _repacked(self) -> tuple[Backend, Repacked]:
+        if self._reader is None:
+            backend = kernels.backend(self._device)
+            self._reader = backend, self._pack(backend, self._stored())
+            self._weight = None
+        return self._reader
+
+    def _stored(self) -> Weight:
+        """As on disk; made again where it was repacked."""
+        if self._weight is not None:
+            return self._weight
+        assert self._reader is not None
+        return self._restore(*self._reader)
