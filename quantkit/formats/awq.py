@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import FormatError
+from quantkit.formats.words import codes_and_grids, misfit
 
 BITS = 4
 COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 OTHER = "use the unquantized version of this model"
+AGAIN = "download the checkpoint again"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,23 +61,17 @@ def check(config: Mapping[str, Any], where: str) -> None:
 
 def decode(name: str, tensors: Mapping[str, Tensor]) -> AwqWeight:
     """One linear from its tensors by suffix. Raises FormatError, naming the tensor, for anything that does not fit."""
-    for suffix in ("qweight", "qzeros", "scales"):
-        if suffix not in tensors:
-            raise FormatError(f"`{name}` has no tensor `{name}.{suffix}`", hint="download the checkpoint again")
-    qweight, qzeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"]
-    for suffix, words in (("qweight", qweight), ("qzeros", qzeros)):
-        if words.dtype != torch.int32 or words.dim() != 2:
-            raise _misfit(name, suffix, "an int32 matrix", words)
+    qweight, qzeros, scales = codes_and_grids(name, tensors, AGAIN)
     rows, columns = qweight.shape[0], 8 * qweight.shape[1]
     if qzeros.shape[1] != qweight.shape[1] or rows % len(qzeros):
-        raise _misfit(name, "qzeros", f"shape [groups, {qweight.shape[1]}], groups a divisor of {rows}", qzeros)
+        raise misfit(name, "qzeros", f"shape [groups, {qweight.shape[1]}], groups a divisor of {rows}", qzeros, AGAIN)
     if scales.shape != (len(qzeros), columns) or not scales.is_floating_point():
-        raise _misfit(name, "scales", f"floats of shape [{len(qzeros)}, {columns}]", scales)
+        raise misfit(name, "scales", f"floats of shape [{len(qzeros)}, {columns}]", scales, AGAIN)
     if not bool(torch.isfinite(scales).all()):
-        raise FormatError(f"`{name}.scales` holds NaN or infinity", hint="download the checkpoint again")
+        raise FormatError(f"`{name}.scales` holds NaN or infinity", hint=AGAIN)
     bias = tensors.get("bias")
     if bias is not None and bias.shape != (columns,):
-        raise _misfit(name, "bias", f"shape [{columns}]", bias)
+        raise misfit(name, "bias", f"shape [{columns}]", bias, AGAIN)
     return AwqWeight(unpack(qweight), unpack(qzeros), scales, bias)
 
 
@@ -93,13 +89,3 @@ def pack(values: Tensor) -> Tensor:
     nibbles = values.to(torch.int64).unflatten(1, (-1, 8))[..., torch.tensor(COLUMN_OF_NIBBLE)]
     words = (nibbles << 4 * torch.arange(8)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-
-
-def _misfit(name: str, suffix: str, expected: str, found: Tensor) -> FormatError:
-    dtype = str(found.dtype).removeprefix("torch.")
-    return FormatError(
-        f"`{name}.{suffix}`: expected {expected}, found {dtype} of shape {list(found.shape)}",
-        hint="download the checkpoint again",
-    )

@@ -24,6 +24,7 @@ from quantkit.formats.codec import Codes, Grid, Group, Layout, StoredTensor
 from quantkit.formats.exl2_layout import MOST_IN_FEATURES, Width
 from quantkit.formats.joined import JoinedTensor
 from quantkit.formats.repacked import RepackedTensor
+from quantkit.formats.words import misfit
 from quantkit.kernels.protocol import WIDTHS, Backend, Exl2Weight, Repacked
 from quantkit.kernels.reference import exl2_scales
 
@@ -58,24 +59,24 @@ def decode(name: str, tensors: Mapping[str, Tensor], out_features: int | None = 
         if suffix not in tensors:
             raise FormatError(f"`{name}` has no tensor `{name}.{suffix}`", hint=DAMAGED)
         if tensors[suffix].dtype != dtype:
-            raise _misfit(name, suffix, str(dtype).removeprefix("torch."), tensors[suffix])
+            raise misfit(name, suffix, str(dtype).removeprefix("torch."), tensors[suffix], DAMAGED)
     q_weight, q_scale, q_scale_max = tensors["q_weight"], tensors["q_scale"], tensors["q_scale_max"]
     if q_weight.dim() != 2 or q_weight.shape[1] % 32:
-        raise _misfit(name, "q_weight", "a matrix of a multiple of 32 columns", q_weight)
+        raise misfit(name, "q_weight", "a matrix of a multiple of 32 columns", q_weight, DAMAGED)
     packed_rows, padded = q_weight.shape
     layout = _layout(name, tensors["q_groups"], packed_rows)
     count = len(layout.groups)
     if q_scale.shape != (count, padded // 8):
-        raise _misfit(name, "q_scale", f"shape [{count}, {padded // 8}]", q_scale)
+        raise misfit(name, "q_scale", f"shape [{count}, {padded // 8}]", q_scale, DAMAGED)
     if q_scale_max.shape != (count,) or not bool(torch.isfinite(q_scale_max).all()):
-        raise _misfit(name, "q_scale_max", f"{count} finite numbers", q_scale_max)
+        raise misfit(name, "q_scale_max", f"{count} finite numbers", q_scale_max, DAMAGED)
     order = _order(name, tensors["q_invperm"], layout.rows)
     true = padded if out_features is None else out_features
     if not padded - 32 < true <= padded:
         raise FormatError(f"`{name}.q_weight`: expected {true} columns, padded to 32, found {padded}", hint=DAMAGED)
     bias = tensors.get("bias")
     if bias is not None and bias.shape not in ((padded,), (true,)):
-        raise _misfit(name, "bias", f"shape [{padded}]", bias)
+        raise misfit(name, "bias", f"shape [{padded}]", bias, DAMAGED)
     weight = Exl2Weight(q_weight, q_scale, q_scale_max, tuple((g.bits, g.rows) for g in layout.groups), order)
     kept = {suffix: tensors[suffix] for suffix in (*DTYPES, "bias") if suffix in tensors and suffix != "q_weight"}
     return Exl2Tensor(weight, kept, true)
@@ -236,7 +237,7 @@ def _columns(grid: Grid, columns: slice) -> Grid:
 def _layout(name: str, q_groups: Tensor, packed_rows: int) -> Layout:
     """The groups, from pairs of width and first packed row; a group ends where the next one starts."""
     if q_groups.dim() != 1 or q_groups.numel() % 2 or not q_groups.numel():
-        raise _misfit(name, "q_groups", "pairs of width and first packed row", q_groups)
+        raise misfit(name, "q_groups", "pairs of width and first packed row", q_groups, DAMAGED)
     pairs = (q_groups.to(torch.int32) & 0xFFFF).view(-1, 2).tolist()
     ends = [start for _, start in pairs[1:]] + [packed_rows]
     groups: list[Group] = []
@@ -261,16 +262,10 @@ def _layout(name: str, q_groups: Tensor, packed_rows: int) -> Layout:
 def _order(name: str, q_invperm: Tensor, rows: int) -> Tensor:
     """int64 [in]: the input feature of each stored row."""
     if q_invperm.shape != (rows,):
-        raise _misfit(name, "q_invperm", f"{rows} numbers, one for each row of `q_groups`", q_invperm)
+        raise misfit(name, "q_invperm", f"{rows} numbers, one for each row of `q_groups`", q_invperm, DAMAGED)
     if rows > MOST_IN_FEATURES:
         raise FormatError(f"`{name}.q_invperm`: {rows} inputs are more than the {MOST_IN_FEATURES} that EXL2 can order")
     order = q_invperm.argsort()
     if not torch.equal(q_invperm[order].to(torch.int64), torch.arange(rows, device=order.device)):
         raise FormatError(f"`{name}.q_invperm` is no permutation of 0 … {rows - 1}", hint=DAMAGED)
     return order
-
-
-def _misfit(name: str, suffix: str, expected: str, found: Tensor) -> FormatError:
-    dtype = str(found.dtype).removeprefix("torch.")
-    message = f"`{name}.{suffix}`: expected {expected}, found {dtype} of shape {list(found.shape)}"
-    return FormatError(message, hint=DAMAGED)

@@ -23,11 +23,13 @@ from quantkit.formats.codec import Codes, Grid, Layout
 from quantkit.formats.gptq_config import GptqConfig, GptqSettings
 from quantkit.formats.gptq_zeros import read_zeros, write_zeros
 from quantkit.formats.repacked import RepackedTensor
+from quantkit.formats.words import codes_and_grids, misfit
 from quantkit.kernels.protocol import Backend, GptqWeight, Repacked
 
 __all__ = ["GptqCodec", "GptqConfig", "GptqSettings", "GptqTensor", "decode", "recognise"]
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx", "bias")
+OTHER_SHAPE = f"correct `bits` and `group_size` in config.json; else {gptq_config.REQUANTIZE}"
 CHECK_BITS = "check `bits` in the `quantization_config` against the file"
 
 
@@ -46,27 +48,21 @@ def decode(name: str, tensors: Mapping[str, Tensor], settings: GptqSettings | No
             f"`{name}.qweight` is there, but a `dynamic` rule says that `{name}` is not quantized",
             hint="remove the rule that starts with `-:` from the `quantization_config` of config.json",
         )
-    for suffix in ("qweight", "qzeros", "scales"):
-        if suffix not in tensors:
-            raise FormatError(f"`{name}` has no tensor `{name}.{suffix}`", hint="download the checkpoint again")
-    qweight, qzeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"]
-    for suffix, words in (("qweight", qweight), ("qzeros", qzeros)):
-        if words.dtype != torch.int32 or words.dim() != 2:
-            raise _misfit(name, suffix, "an int32 matrix", words)
+    qweight, qzeros, scales = codes_and_grids(name, tensors, OTHER_SHAPE)
     in_features, out_features = qweight.shape[0] * 32 // settings.bits, qweight.shape[1]
     if refusal := _refusal(in_features, out_features):
         raise FormatError(f"`{name}.qweight` {_shape(qweight)} at {settings.bits} bits: {refusal}", hint=CHECK_BITS)
     groups = -(-in_features // _rows_of_group(settings, in_features))
     if scales.dtype not in (torch.float16, torch.bfloat16, torch.float32) or scales.shape != (groups, out_features):
         expected = f"floats of shape [{groups}, {out_features}] at group size {settings.group_size}"
-        raise _misfit(name, "scales", expected, scales)
+        raise misfit(name, "scales", expected, scales, OTHER_SHAPE)
     if not bool(torch.isfinite(scales).all()):
         raise FormatError(f"`{name}.scales` holds NaN or infinity", hint="download the checkpoint again")
     if qzeros.shape != (groups, out_features * settings.bits // 32):
-        raise _misfit(name, "qzeros", f"shape [{groups}, {out_features * settings.bits // 32}]", qzeros)
+        raise misfit(name, "qzeros", f"shape [{groups}, {out_features * settings.bits // 32}]", qzeros, OTHER_SHAPE)
     bias = tensors.get("bias")
     if bias is not None and (bias.shape != (out_features,) or not bias.is_floating_point()):
-        raise _misfit(name, "bias", f"floats of shape [{out_features}]", bias)
+        raise misfit(name, "bias", f"floats of shape [{out_features}]", bias, OTHER_SHAPE)
     zeros = read_zeros(qzeros, settings)
     _check_convention(name, zeros, settings)
     group = _group_of_rows(name, tensors.get("g_idx"), settings, in_features, groups, scales.device)
@@ -254,7 +250,7 @@ def _group_of_rows(
     """int64 [in]. Absent or, as some writers leave it, all zeros: groups in sequence, which act-order never has.
     Negative: from the last group."""
     if g_idx is not None and (g_idx.shape != (in_features,) or g_idx.is_floating_point()):
-        raise _misfit(name, "g_idx", f"integers of shape [{in_features}]", g_idx)
+        raise misfit(name, "g_idx", f"integers of shape [{in_features}]", g_idx, OTHER_SHAPE)
     if g_idx is None or not bool(g_idx.any()):
         if settings.act_order and groups > 1:
             raise FormatError(
@@ -293,14 +289,6 @@ def _refusal(in_features: int, out_features: int) -> str | None:
 
 def _rows_of_group(settings: GptqSettings, in_features: int) -> int:
     return in_features if settings.group_size == -1 else min(settings.group_size, in_features)
-
-
-def _misfit(name: str, suffix: str, expected: str, found: Tensor) -> FormatError:
-    dtype = str(found.dtype).removeprefix("torch.")
-    return FormatError(
-        f"`{name}.{suffix}`: expected {expected}, found {dtype} of shape {_shape(found)}",
-        hint=f"correct `bits` and `group_size` in config.json; else {gptq_config.REQUANTIZE}",
-    )
 
 
 def _shape(tensor: Tensor) -> str:
