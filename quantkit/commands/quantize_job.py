@@ -12,7 +12,6 @@ from quantkit.commands.quantize_recipe import Recipe
 from quantkit.errors import BackendError, CalibrationError, CheckpointError, FormatError, UsageError
 from quantkit.formats.codec import Codec
 from quantkit.inventory import head_spec
-from quantkit.models import catalog
 from quantkit.models.architecture import EMBEDDING, HEAD, Architecture, LinearSpec
 from quantkit.models.config import ModelConfig
 from quantkit.models.contents import check_contents
@@ -134,8 +133,7 @@ def open_subject(checkpoint: Checkpoint, text: TextChoice | None, placement: Pla
         raise CheckpointError(
             f"`{checkpoint.path}` is already quantized ({method})", hint="quantize the original model instead"
         )
-    config = ModelConfig.read(checkpoint.config, str(checkpoint.path / "config.json"))
-    architecture = catalog.find(checkpoint.config)
+    config, architecture = checkpoint.model_config, checkpoint.architecture
     check_contents(checkpoint, config, architecture)
     tokenizer = Tokenizer.open(checkpoint.path)
     rows = torch.zeros(0, 0, dtype=torch.int64) if text is None else _calibration_rows(text, tokenizer, config)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.regular import read_chunks
+from quantkit.checkpoint.regular import file_stamp, read_chunks
 from quantkit.version import VERSION
 
 
@@ -57,7 +57,7 @@ def programs() -> dict[str, str]:
 
 def _stamp(file: Path) -> list[int]:
     found = os.stat(file)  # noqa: PTH116 - follows the links of the hub's cache
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_dev, found.st_ino]
+    return [*file_stamp(found), found.st_ctime_ns]
 
 
 def _digest_of_files(checkpoint: Checkpoint) -> str:
