@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands.block_hessians import ReadyStage, ready_stages
 from quantkit.commands.block_walk import BlockWalk
@@ -95,7 +94,7 @@ def run(
         require_finite(checkpoint, progress)
         squares = backward(subject, kept, settings.seed, progress).found.outputs
         measurement = measure_model(
-            subject, kept, squares, settings.calibration, settings.seed, progress, check=True
+            subject, kept, model.weights, squares, settings.calibration, settings.seed, progress, check=True
         )
         save_json(place, {**measurement.as_json(), "made_with": dict(facts)})
         kept.complete()
@@ -124,6 +123,7 @@ def _finished_before(file: Path, facts: Facts, *, overwrite: bool) -> Measuremen
 def measure_model(
     subject: Subject,
     job: Job,
+    model: str,
     squares: Mapping[str, Tensor],
     source: str,
     seed: int,
@@ -134,6 +134,7 @@ def measure_model(
     """Every linear of the blocks in every candidate layout.
 
     job      keeps what is measured, one step for each block; those that it has are not measured again
+    model    its fingerprint
     squares  of the gradients at the outputs of each linear, by `calibration.sensitivity`
     source, seed  where the rows of text come from, to be noted
     check    compare the predicted damage of a few blocks with what they do to the model
@@ -193,7 +194,7 @@ def measure_model(
     perturbed = {index: _stored(job.tensors(walk.step(index)), specs) for index in blocks}
     return replace(
         planned,
-        model=fingerprint(subject.checkpoint),
+        model=model,
         calibration=calibration,
         linears=linears,
         checks=check_prediction(subject, linears, perturbed, progress) if check else (),

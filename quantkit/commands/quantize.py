@@ -107,7 +107,7 @@ def run(
                 return replace(found, out=settings.out)
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         gradients = cache(partial(backward, subject, kept, settings.seed, progress))
-        recipe = choose_recipe(settings, subject, kept, gradients, progress)
+        recipe = choose_recipe(settings, subject, kept, model.weights, gradients, progress)
         job = prepare(
             subject,
             recipe,

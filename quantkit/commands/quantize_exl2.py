@@ -75,14 +75,16 @@ def choose_recipe(
     settings: QuantizeSettings,
     subject: Subject,
     job: Job,
+    model: str,
     run_backward: Callable[[], BackwardPass],
     progress: Progress,
 ) -> Recipe:
-    """`job` keeps each measured block, `run_backward` is for gradients, should the model have to be measured.
+    """`job` keeps each measured block, `run_backward` is for gradients, should the model have to be measured; `model`
+    is its fingerprint.
 
     Raises PlanError for a measurement or a plan of another model, and for a budget out of reach.
     """
-    found = known_recipe(settings, subject, progress)
+    found = known_recipe(settings, subject, progress, model)
     if found is not None:
         return found
     assert settings.bpw is not None
@@ -91,22 +93,25 @@ def choose_recipe(
         require_no_dense(expected)
     require_reachable(expected, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head)
     squares = run_backward().found.outputs
-    measurement = measure_model(subject, job, squares, settings.calibration, settings.seed, progress)
+    measurement = measure_model(subject, job, model, squares, settings.calibration, settings.seed, progress)
     return Exl2Recipe(_mixes(settings, measurement, progress))
 
 
-def known_recipe(settings: QuantizeSettings, subject: Subject, progress: Progress) -> Recipe | None:
-    """The recipe that needs no measuring; None where it does. Raises as `choose_recipe` does."""
+def known_recipe(
+    settings: QuantizeSettings, subject: Subject, progress: Progress, model: str | None = None
+) -> Recipe | None:
+    """The recipe that needs no measuring; None where it does. The fingerprint of the model is found, which reads all
+    of it, where it is needed and not given as `model`. Raises as `choose_recipe` does."""
     if settings.format == "gptq":
         return choose_gptq(settings, subject)
     if settings.plan is not None:
         mixes = MixPlan.load(settings.plan)
-        mixes.require(fingerprint(subject.checkpoint), settings.model)
+        mixes.require(model or fingerprint(subject.checkpoint), settings.model)
         return Exl2Recipe(mixes)
     if settings.measurement is None:
         return None
     measurement = Measurement.load(settings.measurement)
-    measurement.require(fingerprint(subject.checkpoint), settings.model)
+    measurement.require(model or fingerprint(subject.checkpoint), settings.model)
     return Exl2Recipe(_mixes(settings, measurement, progress))
 
 
