@@ -165,8 +165,14 @@ class GenerateSettings:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     seed: int = 0
+    stops: tuple[str, ...] = ()
+    stop_tokens: tuple[str, ...] = ()
+    banned: tuple[str, ...] = ()
     ignore_eos: bool = False
     device: str = "auto"
     dtype: str = "auto"

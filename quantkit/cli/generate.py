@@ -38,7 +38,26 @@ def generate(
     repetition_penalty: Annotated[
         float, typer.Option("--repetition-penalty", help="Above 1 makes what was said before less likely; 1 is none.")
     ] = 1.0,
+    typical_p: Annotated[
+        float,
+        typer.Option("--typical-p", help="Draw from the tokens of expected surprise that have this probability; 1 is all."),
+    ] = 1.0,
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="Taken off a token's logit each time the answer has it.")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Taken off a token's logit once the answer has it.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="The same seed draws the same text.", min=0, max=2**63 - 1)] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End before this text; may be given several times.")
+    ] = None,
+    stop_token: Annotated[
+        list[str] | None, typer.Option("--stop-token", help="End at this token too, spelled or numbered.")
+    ] = None,
+    ban: Annotated[
+        list[str] | None, typer.Option("--ban", help="Text that the answer must not contain; goes around it.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[
@@ -57,8 +76,14 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        typical_p=typical_p,
         repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
         seed=seed,
+        stops=tuple(stop or ()),
+        stop_tokens=tuple(stop_token or ()),
+        banned=tuple(ban or ()),
         ignore_eos=ignore_eos,
         device=device,
         dtype=dtype,

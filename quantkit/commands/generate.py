@@ -13,9 +13,10 @@ from typing import Any
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.errors import RequestError, UsageError
 from quantkit.progress import Progress, Tqdm
-from quantkit.runtime.generator import Completion, Generator, Request, check
+from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
+from quantkit.runtime.request import Completion, Delta, Request, check
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import GenerateSettings
@@ -37,7 +38,7 @@ class GenerateReport:
         return [
             ["prompt", f"{done.prompt_tokens} tokens, {done.prefill_tokens_per_second:.1f}/s"],
             ["answer", f"{len(done.token_ids)} tokens" + ("" if decode is None else f", {decode:.1f}/s")],
-            ["ended by", done.finish_reason],
+            ["ended by", done.finish_reason if done.stop is None else f"{done.finish_reason}, at `{done.stop}`"],
             ["loaded in", f"{self.load_seconds:.1f} s"],
             ["ran on", f"{self.placement.device}, {self.placement.dtype_name}, backend {self.placement.backend}"],
         ]
@@ -48,7 +49,9 @@ class GenerateReport:
             "model": self.model,
             "text": done.text,
             "token_ids": list(done.token_ids),
+            "log_probabilities": list(done.log_probabilities),
             "finish_reason": done.finish_reason,
+            "stop": done.stop,
             "prompt_tokens": done.prompt_tokens,
             "prefill_tokens_per_second": done.prefill_tokens_per_second,
             "decode_tokens_per_second": done.decode_tokens_per_second,
@@ -88,19 +91,29 @@ def run(
         top_k=settings.top_k,
         top_p=settings.top_p,
         min_p=settings.min_p,
+        typical_p=settings.typical_p,
         repetition_penalty=settings.repetition_penalty,
+        frequency_penalty=settings.frequency_penalty,
+        presence_penalty=settings.presence_penalty,
     )
     placement = Placement.choose(settings.device, settings.dtype)
     start = time.perf_counter()
     checkpoint = open_checkpoint(settings.model)
     folder = checkpoint.path
     tokenizer = Tokenizer.open(folder)
+
+    def show(delta: Delta) -> Delta:
+        return delta if on_text(delta.text) else delta.ending()
+
     request = Request(
         ids=_prompt_ids(settings, tokenizer),
         max_new_tokens=settings.max_new_tokens,
         sampling=sampling,
         seed=settings.seed,
-        stop_ids=frozenset() if settings.ignore_eos else tokenizer.eos_ids,
+        stop_ids=_stop_ids(settings, tokenizer),
+        stops=settings.stops,
+        banned=settings.banned,
+        callbacks=(show,),
     )
     check(request, checkpoint.model_config)
     generator = Generator(load_model(checkpoint, placement.device, placement.dtype), tokenizer)
@@ -110,7 +123,7 @@ def run(
         progress.say(note)
     if not tokenizer.eos_ids and not settings.ignore_eos:
         progress.say(f"`{folder}` names no end-of-text token: generating all {settings.max_new_tokens} tokens")
-    completion = generator.run(request, lambda delta: on_text(delta.text))
+    completion = generator.run(request)
     return GenerateReport(settings.model, completion, load_seconds, placement)
 
 
@@ -134,6 +147,21 @@ def _prompt_ids(settings: GenerateSettings, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.chat([{"role": "user", "content": settings.chat}])
     text = settings.prompt if settings.prompt_file is None else _read(settings.prompt_file)
     return tokenizer.encode(text or "", special=True)
+
+
+def _stop_ids(settings: GenerateSettings, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that end the answer: end of text, those asked for, and special tokens spelled out as stop strings."""
+    ids = set() if settings.ignore_eos else set(tokenizer.eos_ids)
+    for token in settings.stop_tokens:
+        index = tokenizer.id_of(token)
+        if index is None:
+            raise RequestError(
+                f"the vocabulary of `{settings.model}` has no token `{token}`",
+                hint="spell it as tokenizer.json does, give its number, or use `--stop` for a text",
+            )
+        ids.add(index)
+    spelled = [tokenizer.encode(text) for text in settings.stops]
+    return frozenset(ids | {found[0] for found in spelled if len(found) == 1 and found[0] in tokenizer.special_ids})
 
 
 def _read(file: Path) -> str:

@@ -51,8 +51,9 @@ from quantkit.job.identity import identify, remembered
 from quantkit.job.job import Facts, Job
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress, Tqdm
-from quantkit.runtime.generator import Generator, Request
+from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load
+from quantkit.runtime.request import Request
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import QuantizeSettings
 

@@ -9,6 +9,7 @@ and `config.json`. Nothing is ever truncated or padded here, whatever `tokenizer
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,13 @@ class Tokenizer:
         known = 0 <= index < self.vocab_size  # the library takes 32 bits
         return (self._library.id_to_token(index) if known else None) or str(index)
 
+    def id_of(self, token: str) -> int | None:
+        """The id of one token, as the vocabulary spells it or as a number; None where there is no such token."""
+        index = self._library.token_to_id(token)
+        if index is None and token.isdecimal() and int(token) < self.vocab_size:
+            return int(token)
+        return index
+
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation, up to where the model is to answer. The template alone decides about BOS.
 
@@ -146,6 +154,17 @@ class TokenStream:
         self._pending.append(index)
         text = self._decode(self._context + self._pending)
         return "" if text.endswith(REPLACEMENT) else self._release(text)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a character has begun that is not complete."""
+        return bool(self._pending)
+
+    def copy(self) -> "TokenStream":
+        """A decoder in the same state, which goes its own way from here on."""
+        other = copy(self)
+        other._pending = list(self._pending)
+        return other
 
     def finish(self) -> str:
         """What was held back; U+FFFD stands for bytes that never became a character."""

@@ -19,7 +19,9 @@ def test_json_is_one_object_and_nothing_else_is_on_stdout(folder, capsys):
     assert {
         "text",
         "token_ids",
+        "log_probabilities",
         "finish_reason",
+        "stop",
         "prompt_tokens",
         "prefill_tokens_per_second",
         "decode_tokens_per_second",
@@ -56,6 +58,13 @@ def test_every_option_reaches_the_request(folder, tmp_path, capsys):
     penalised = ids("--repetition-penalty", "100")
     assert len(set(penalised)) == len(penalised)
     assert ids("--dtype", "fp32") == greedy
+    for penalty in ("--frequency-penalty", "--presence-penalty"):
+        penalised = ids(penalty, "100")
+        assert len(set(penalised)) == len(penalised)
+    assert ids("--temperature", "5", "--seed", "7", "--typical-p", "0") != wild
+    assert ids("--stop-token", str(greedy[4])) == greedy[: greedy.index(greedy[4]) + 1]
+    text = Tokenizer.open(folder).decode(greedy)
+    assert ids("--stop", "\n\n\n", "--stop", text[5]) != greedy != ids("--ban", text[5])
 
 
 @pytest.mark.parametrize(

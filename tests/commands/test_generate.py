@@ -2,6 +2,7 @@ import json
 
 import pytest
 import tiny
+import torch
 
 from quantkit.commands.generate import run
 from quantkit.errors import BackendError, CheckpointError, RequestError, UsageError
@@ -89,6 +90,53 @@ def test_sampling_settings_reach_the_sampler(folder):
     assert answer(folder, temperature=5.0, seed=3, top_p=0.0).completion.token_ids == greedy
     penalised = answer(folder, repetition_penalty=100.0).completion.token_ids
     assert len(set(penalised)) == len(penalised)
+
+
+def test_penalties_and_typical_sampling_reach_the_sampler(folder):
+    greedy = answer(folder).completion.token_ids
+    for settings in ({"frequency_penalty": 100.0}, {"presence_penalty": 100.0}):
+        penalised = answer(folder, **settings).completion.token_ids
+        assert len(set(penalised)) == len(penalised)
+    drawn = answer(folder, temperature=5.0, seed=3).completion.token_ids
+    assert answer(folder, temperature=5.0, seed=3, typical_p=0.05).completion.token_ids not in (drawn, greedy)
+
+
+def test_stop_strings_stop_tokens_and_banned_strings(folder):
+    tokenizer = Tokenizer.open(folder)
+    free = answer(folder).completion
+    stop = free.text[4:7]
+    stopped = answer(folder, stops=(stop,))
+    assert stopped.completion.text == free.text[: free.text.find(stop)]
+    assert stopped.as_json()["stop"] == stop and dict(stopped.rows())["ended by"] == f"stop, at `{stop}`"
+    index = free.token_ids[3]
+    for token in (str(index), tokenizer.token(index)):
+        if tokenizer.id_of(token) == index:
+            found = answer(folder, stop_tokens=(token,)).completion
+            assert found.token_ids == free.token_ids[: free.token_ids.index(index) + 1]
+    around = answer(folder, banned=(stop,)).completion
+    assert stop not in around.text and around.text != free.text
+    with pytest.raises(RequestError, match="has no token `no such token`"):
+        answer(folder, stop_tokens=("no such token",))
+    with pytest.raises(RequestError, match="`--ban` is an empty string"):
+        answer(folder, banned=("",))
+
+
+def test_a_special_token_spelled_as_stop_string_is_a_stop_token(tmp_path):
+    """Special tokens add no text, so that as a text it would never come."""
+    folder = tiny.write_model(tmp_path / "model")
+    tensors = tiny.make_tensors(tiny.make_config("LlamaForCausalLM"), 0, torch.float32)
+    tensors["lm_head.weight"][4] = 10 * tensors["lm_head.weight"][4]  # <|im_end|> comes sooner or later
+    tiny.write_tensors(folder, tensors)
+    free = answer(folder, max_new_tokens=40).completion
+    assert 4 in free.token_ids
+    stopped = answer(folder, max_new_tokens=40, stops=("<|im_end|>",)).completion
+    assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: free.token_ids.index(4) + 1]
+
+
+def test_whoever_gets_the_text_can_end_it(folder):
+    pieces = []
+    report = answer(folder, on_text=lambda text: bool(pieces.append(text)) or len(pieces) < 3)
+    assert report.completion.finish_reason == "callback" and len(report.completion.token_ids) == len(pieces) == 3
 
 
 def test_low_precision_is_reported(folder):

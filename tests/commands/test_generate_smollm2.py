@@ -6,8 +6,9 @@ import torch
 
 from quantkit.commands.generate import run
 from quantkit.progress import Silent
-from quantkit.runtime.generator import Generator, Request
+from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load
+from quantkit.runtime.request import Request
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import GenerateSettings
 

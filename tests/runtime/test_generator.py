@@ -5,8 +5,9 @@ import tiny
 import torch
 
 from quantkit.errors import GateError, RequestError
-from quantkit.runtime.generator import Generator, Request
+from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load
+from quantkit.runtime.request import Request
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.tokenizer import Tokenizer
 
@@ -78,11 +79,26 @@ def test_stop_on_the_last_token_is_a_stop(generator):
     assert generator.run(Request(PROMPT, max_new_tokens=1, stop_ids=frozenset({token}))).finish_reason == "stop"
 
 
-def test_callback_stops_at_once(generator):
+def test_log_probabilities_are_those_of_the_model(generator):
+    settings = Sampling(temperature=2.0, top_k=5, repetition_penalty=1.5)
+    answer = generator.run(Request(PROMPT, 12, settings, seed=4))
+    logits = generator.model(torch.tensor([[*PROMPT, *answer.token_ids]]))[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    assert answer.log_probabilities == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_settings_can_change_with_every_token(generator):
+    """Greedy but for the third token, which is drawn wildly."""
     seen = []
-    answer = generator.run(Request(PROMPT, max_new_tokens=30), lambda delta: seen.append(delta) or len(seen) < 4)
-    assert answer.finish_reason == "callback" and len(answer.token_ids) == len(seen) == 4
-    assert answer.text == "".join(delta.text for delta in seen)
+
+    def sampling(ids):
+        seen.append(len(ids))
+        return Sampling(temperature=100.0) if len(ids) == 2 else Sampling()
+
+    free = generator.run(Request(PROMPT, 8)).token_ids
+    answer = generator.run(Request(PROMPT, 8, sampling, seed=1)).token_ids
+    assert seen == list(range(8)) and answer[:2] == free[:2] and answer[2] != free[2]
+    assert answer[3:] == greedy_without_cache(generator.model, [*PROMPT, *answer[:3]], 5)
 
 
 def test_one_token_has_no_decoding_speed(generator):
