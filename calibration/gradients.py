@@ -27,6 +27,7 @@ from quantkit.progress import Progress
 
 BATCH_TOKENS = 1024
 LOGITS_AT_ONCE = 1 << 24
+LABEL_SPAN = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +157,7 @@ class _Walk:
 
 
 def _loss_gradient(head: Head, hidden: Tensor, chances: Tensor) -> Tensor:
-    """Of Σ_t -ln p(label_t) at the states `[b, s, hidden]`; the label is where Σ p passes the chance, `[b, s]`."""
+    """Of Σ_t -ln p(label_t) at the states `[b, s, hidden]`, with labels for the chances `[b, s]`."""
     gradients = []
     size = max(1, LOGITS_AT_ONCE // head.linear.out_features)
     for part, chance in zip(hidden.flatten(0, 1).split(size), chances.flatten().split(size), strict=True):
@@ -164,11 +165,32 @@ def _loss_gradient(head: Head, hidden: Tensor, chances: Tensor) -> Tensor:
         with torch.enable_grad():
             logits = head(states)
         slope = logits.softmax(-1)  # minus 1 at the label: the gradient at the logits
-        sums = slope.cumsum(-1, dtype=torch.float64)
-        labels = torch.searchsorted(sums, chance[:, None] * sums[:, -1:], right=True).clamp_(max=sums.shape[1] - 1)
+        labels = draw_labels(slope, chance)[:, None]
         slope.scatter_add_(-1, labels, torch.full_like(labels, -1, dtype=slope.dtype))
         gradients.append(torch.autograd.grad(logits, states, slope)[0])
     return torch.cat(gradients).reshape(hidden.shape)
+
+
+def draw_labels(probabilities: Tensor, chances: Tensor) -> Tensor:
+    """The first token of each row where the sum of all up to it passes the chance: int64 [n].
+
+    probabilities  float32 [n, vocab]
+    chances        float64 [n], from 0 up to 1, of the whole sum of a row
+
+    Sums of spans of tokens say in which of them it is, so that few sums are taken token by token.
+    """
+    spans = torch.stack([part.sum(-1) for part in probabilities.split(LABEL_SPAN, dim=1)], 1).double()
+    sums = spans.cumsum(1)
+    goal = chances[:, None] * sums[:, -1:]
+    span = torch.searchsorted(sums, goal, right=True).clamp_(max=sums.shape[1] - 1)
+    rest = goal - (sums - spans).gather(1, span)
+    first = span * LABEL_SPAN
+    tokens = first + torch.arange(LABEL_SPAN, device=first.device)
+    last = probabilities.shape[1] - 1
+    own = probabilities.gather(1, tokens.clamp(max=last)).cumsum(1, dtype=torch.float64)
+    rest = torch.minimum(rest, own[:, -1:] * (1 - 2**-50))  # the sum of a span may be rounded above its tokens'
+    inside = torch.searchsorted(own, rest, right=True)
+    return (first + inside).clamp_(max=last)[:, 0]
 
 
 def _through(

@@ -153,3 +153,18 @@ def test_a_block_that_breaks_is_named(tmp_path: Path) -> None:
     tiny.write_tensors(path, tensors)
     with pytest.raises(CalibrationError, match="block 1 gives NaN or infinity in calibration row 0"):
         streamed(path, ROWS)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 512, 1300])
+def test_labels_are_where_the_sum_of_probabilities_passes_the_chance(vocabulary: int) -> None:
+    random = torch.Generator().manual_seed(vocabulary)
+    probabilities = torch.randn(400, vocabulary, generator=random).mul(3).softmax(-1)
+    probabilities[:100, vocabulary // 2 :] = 0
+    chances = torch.rand(400, dtype=torch.float64, generator=random)
+    chances[:2] = torch.tensor([0.0, 1 - 2**-53])
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    slow = (sums <= chances[:, None] * sums[:, -1:]).sum(-1).clamp(max=vocabulary - 1)
+    labels = gradients.draw_labels(probabilities, chances)
+    assert labels[0] == slow[0]
+    assert torch.equal(labels[2:], slow[2:])
+    assert bool((probabilities.gather(1, labels[:, None]) > 0).all())
