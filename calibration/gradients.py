@@ -181,15 +181,15 @@ def draw_labels(probabilities: Tensor, chances: Tensor) -> Tensor:
     """
     spans = torch.stack([part.sum(-1) for part in probabilities.split(LABEL_SPAN, dim=1)], 1).double()
     sums = spans.cumsum(1)
-    goal = chances[:, None] * sums[:, -1:]
-    span = torch.searchsorted(sums, goal, right=True).clamp_(max=sums.shape[1] - 1)
+    below = 1 - 2**-50  # so that no rounding leads past the last token that has a chance
+    goal = chances[:, None].clamp(max=below) * sums[:, -1:]
+    span = torch.searchsorted(sums, goal, right=True)
     rest = goal - (sums - spans).gather(1, span)
     first = span * LABEL_SPAN
     tokens = first + torch.arange(LABEL_SPAN, device=first.device)
     last = probabilities.shape[1] - 1
     own = probabilities.gather(1, tokens.clamp(max=last)).cumsum(1, dtype=torch.float64)
-    rest = torch.minimum(rest, own[:, -1:] * (1 - 2**-50))  # the sum of a span may be rounded above its tokens'
-    inside = torch.searchsorted(own, rest, right=True)
+    inside = torch.searchsorted(own, torch.minimum(rest, own[:, -1:] * below), right=True)
     return (first + inside).clamp_(max=last)[:, 0]
 
 
