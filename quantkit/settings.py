@@ -139,6 +139,7 @@ class PerplexitySettings:
     text: TextSettings
     device: str = "auto"
     dtype: str = "auto"
+    stride: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +147,12 @@ class CompareSettings:
     """`quantkit eval compare REFERENCE CANDIDATE`."""
 
     reference: str
-    candidate: str
+    candidate: str | None
     text: TextSettings
     device: str = "auto"
     dtype: str = "auto"
+    save_reference: Path | None = None
+    gate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,8 @@ class GenerateSettings:
     stops: tuple[str, ...] = ()
     stop_tokens: tuple[str, ...] = ()
     banned: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
+    merge_lora: bool = False
     ignore_eos: bool = False
     device: str = "auto"
     dtype: str = "auto"

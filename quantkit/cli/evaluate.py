@@ -37,45 +37,76 @@ Dtype = Annotated[str, typer.Option("--dtype", help="Arithmetic: auto (fp32 on a
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
+Gate = Annotated[
+    str | None,
+    typer.Option("--gate", help='Conditions, as "kl_mean<0.05,ppl_ratio<1.02"; exits 3 where one does not hold.'),
+]
+
+
 @evaluate.command()
 def perplexity(
-    model: Annotated[str, typer.Argument(help="Folder of a model, or a hub id.")],
+    models: Annotated[list[str], typer.Argument(help="Folders of models, or hub ids; several make one table.")],
     dataset: Dataset = None,
     text: Text = None,
     length: Length = 2048,
     windows: Windows = None,
+    stride: Annotated[
+        int | None,
+        typer.Option("--stride", help="Tokens from one window to the next: below --length they overlap.", min=1),
+    ] = None,
     bos: Bos = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Perplexity of MODEL over windows of a text that do not overlap; without --text or --dataset of a bundled text."""
-    settings = PerplexitySettings(model, TextSettings(dataset, text, length, windows, bos), device, dtype)
+    """Perplexity of models over windows of a text, with its standard error; without --text or --dataset of a bundled
+    text."""
+    settings = PerplexitySettings(models[0], TextSettings(dataset, text, length, windows, bos), device, dtype, stride)
     from quantkit import console
+    from quantkit.commands.evaluate import perplexities
     from quantkit.commands.evaluate import perplexity as run
 
+    if len(models) > 1:
+        table = perplexities(models, settings, console.Bars())
+        if as_json:
+            console.print_json(table.as_json())
+            return
+        console.print_table("Perplexity", list(table.COLUMNS), table.rows())
+        console.print_table("of", ["", ""], table.facts(), text_columns=2)
+        return
     report = run(settings, console.Bars())
     if as_json:
         console.print_json(report.as_json())
     else:
-        console.print_table(f"Perplexity of {model}", ["", ""], report.rows())
+        console.print_table(f"Perplexity of {models[0]}", ["", ""], report.rows())
 
 
 @evaluate.command()
 def compare(
-    reference: Annotated[str, typer.Argument(help="Folder of the model that is right, or a hub id.")],
-    candidate: Annotated[str, typer.Argument(help="Folder of the model to judge, or a hub id.")],
+    reference: Annotated[
+        str, typer.Argument(help="Folder of the model that is right, a hub id, or a file of --save-reference.")
+    ],
+    candidate: Annotated[
+        str | None, typer.Argument(help="Folder of the model to judge, or a hub id; not needed to save a reference.")
+    ] = None,
     dataset: Dataset = None,
     text: Text = None,
     length: Length = 2048,
     windows: Windows = None,
     bos: Bos = False,
+    save_reference: Annotated[
+        Path | None,
+        typer.Option("--save-reference", help="Keep what REFERENCE predicts in a file that can stand for it."),
+    ] = None,
+    gate: Gate = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
-) -> None:
-    """KL divergence of CANDIDATE from REFERENCE over a text, how often both choose the same, both perplexities."""
-    settings = CompareSettings(reference, candidate, TextSettings(dataset, text, length, windows, bos), device, dtype)
+) -> int:
+    """KL divergence of CANDIDATE from REFERENCE over a text, how often both choose the same, both perplexities, and the
+    tokens where they differ most."""
+    texts = TextSettings(dataset, text, length, windows, bos)
+    settings = CompareSettings(reference, candidate, texts, device, dtype, save_reference, gate)
     from quantkit import console
     from quantkit.commands.evaluate import compare as run
 
@@ -83,4 +114,5 @@ def compare(
     if as_json:
         console.print_json(report.as_json())
     else:
-        console.print_table(f"{candidate} against {reference}", ["", ""], report.rows())
+        console.print_table(f"{candidate} against {reference}" if candidate else reference, ["", ""], report.rows())
+    return report.exit_code

@@ -1,32 +1,40 @@
 """`quantkit eval perplexity` and `quantkit eval compare`: text → windows → figures, with all that defines them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
-import torch
-from torch import Tensor
-
-from quantkit.calibration.dataset import read_dataset
-from quantkit.calibration.text import held_back_text, read_text
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
-from quantkit.commands.evaluate_report import CompareReport, PerplexityReport, Scored
-from quantkit.errors import CalibrationError, CheckpointError, RequestError, UsageError
+from quantkit.commands.evaluate_report import (
+    COMPARE_FIGURES,
+    CompareReport,
+    PerplexityReport,
+    PerplexityTable,
+    SavedCheck,
+    SavedReport,
+    Scored,
+    worst_in_words,
+)
+from quantkit.commands.evaluate_text import ReadText, bos_notes, require_known, tokenizer_notes
+from quantkit.commands.gate import Gate
+from quantkit.errors import RequestError, UsageError
 from quantkit.evaluators.divergence import compare as measure_divergence
-from quantkit.evaluators.perplexity import Perplexity, cut_windows, score
-from quantkit.models.transformer import Model
+from quantkit.evaluators.perplexity import score
+from quantkit.evaluators.saved_reference import (
+    SavedReference,
+    compare_and_record,
+    compare_saved,
+    require_vocabulary,
+)
+from quantkit.evaluators.saved_reference import record as record_reference
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import CompareSettings, PerplexitySettings, TextSettings
-
-SPLITS = {"wikitext2": "test", "c4": "validation"}
-ENDLESS = {"c4"}
-"""Data sets too large to be read whole; `ENDLESS_WINDOWS` are scored unless `--windows` says otherwise."""
-ENDLESS_WINDOWS = 256
-CHARACTERS_PER_TOKEN = 16
-"""Of an endless data set this much text is read for each token: several times what any language needs."""
+from quantkit.version import VERSION
 
 
 @overload
@@ -71,7 +79,8 @@ def evaluate(
     progress = progress or Tqdm()
     if reference is None:
         return perplexity(PerplexitySettings(str(model), scored, device, dtype), progress)
-    return compare(CompareSettings(str(reference), str(model), scored, device, dtype), progress)
+    compared = compare(CompareSettings(str(reference), str(model), scored, device, dtype), progress)
+    return cast(CompareReport, compared)  # there is a candidate
 
 
 def perplexity(settings: PerplexitySettings, progress: Progress) -> PerplexityReport:
@@ -82,111 +91,136 @@ def perplexity(settings: PerplexitySettings, progress: Progress) -> PerplexityRe
     """
     placement = Placement.choose(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model)
-    context = checkpoint.model_config.context
     tokenizer = Tokenizer.open(checkpoint.path)
-    source, text = _read(settings.text)
-    ids = tokenizer.encode(text)
-    windows = _cut(settings.text, ids, tokenizer, context)
-    _require_known(windows, checkpoint)
+    text = ReadText.read(settings.text, tokenizer, checkpoint.model_config.context, settings.stride)
+    require_known(text.windows, checkpoint)
     model = load_model(checkpoint, placement.device, placement.dtype)
-    result = score(model, windows, progress, first=_first(settings.text))
-    notes = checkpoint.notes + _bos_notes(model, tokenizer, windows, result, settings.text.bos)
-    return PerplexityReport(settings.model, result, _scored(settings.text, source, ids, placement), notes)
+    later = None if settings.stride is None else text.windows.shape[1] - settings.stride
+    later = None if later is None else max(later, text.first)
+    result = score(model, text.windows, progress, first=text.first, later=later)
+    notes = checkpoint.notes + bos_notes(model, tokenizer, text.windows, result, settings.text.bos)
+    return PerplexityReport(settings.model, result, text.scored(settings.text, placement, settings.stride), notes)
 
 
-def compare(settings: CompareSettings, progress: Progress) -> CompareReport:
+def perplexities(models: Sequence[str], settings: PerplexitySettings, progress: Progress) -> PerplexityTable:
+    """Score several models one after the other, each as `perplexity` does; `settings.model` is not read."""
+    return PerplexityTable(tuple(perplexity(replace(settings, model=model), progress) for model in models))
+
+
+def compare(settings: CompareSettings, progress: Progress) -> CompareReport | SavedReport:
     """Judge a candidate by its reference, on the reference's tokens. Raises what `perplexity` raises, and
-    CheckpointError for two models that split the text into different tokens."""
+    CheckpointError for two models that split the text into different tokens.
+
+    Without a candidate the reference's predictions are saved and nothing is judged; a reference that is a file is one
+    that was saved so.
+    """
+    gate = Gate.parse(settings.gate, COMPARE_FIGURES)
     placement = Placement.choose(settings.device, settings.dtype)
+    if settings.candidate is None:
+        return _save(settings, placement, progress)
+    if Path(settings.reference).is_file():
+        return _compare_saved(settings, settings.candidate, placement, gate, progress)
     checkpoints = open_checkpoint(settings.reference), open_checkpoint(settings.candidate)
     context = min(checkpoint.model_config.context for checkpoint in checkpoints)
     tokenizer = Tokenizer.open(checkpoints[0].path)
-    source, text = _read(settings.text)
-    ids = tokenizer.encode(text)
-    windows = _cut(settings.text, ids, tokenizer, context)
+    text = ReadText.read(settings.text, tokenizer, context)
     for checkpoint in checkpoints:
-        _require_known(windows, checkpoint)
-    notes = checkpoints[0].notes + checkpoints[1].notes + _tokenizer_notes(checkpoints[1], tokenizer, text, ids)
+        require_known(text.windows, checkpoint)
+    notes = checkpoints[0].notes + checkpoints[1].notes
+    notes += tokenizer_notes(checkpoints[1], tokenizer, text.text, text.ids)
     reference, candidate = (load_model(checkpoint, placement.device, placement.dtype) for checkpoint in checkpoints)
-    found = measure_divergence(reference, candidate, windows, progress, first=_first(settings.text))
-    scored = _scored(settings.text, source, ids, placement)
-    return CompareReport(settings.reference, settings.candidate, found, scored, (*notes, *found.notes))
-
-
-def _read(settings: TextSettings) -> tuple[str, str]:
-    """Where the text comes from, in words, and the text."""
-    if settings.text is not None and settings.dataset is not None:
-        raise UsageError("`--text` and `--dataset` given, expected one of them", hint="leave out `--dataset`")
-    if settings.text is not None:
-        return str(settings.text), read_text(settings.text)
-    if settings.dataset is None:
-        return "bundled held-back text (neither `--text` nor `--dataset` given)", held_back_text()
-    name, split = settings.dataset, SPLITS.get(settings.dataset, "test")
-    limit, extent = None, "whole"
-    if name in ENDLESS:
-        limit = (settings.windows or ENDLESS_WINDOWS) * settings.length * CHARACTERS_PER_TOKEN
-        extent = f"first {limit} characters"
-    try:
-        documents = read_dataset(name, split, limit)
-    except CalibrationError as error:
-        raise CalibrationError(
-            error.message, hint="use a local file: `--text FILE` (.parquet, .jsonl or text)"
-        ) from error
-    return f"data set {name}, split {split}, {extent}", "\n\n".join(documents)
-
-
-def _cut(settings: TextSettings, ids: Sequence[int], tokenizer: Tokenizer, context: int) -> Tensor:
-    if settings.bos and tokenizer.bos_id is None:
-        raise RequestError(f"`{tokenizer.folder}` names no BOS token", hint="leave out `--bos`")
-    count = settings.windows or (ENDLESS_WINDOWS if settings.dataset in ENDLESS else None)
-    if not settings.bos:
-        return cut_windows(ids, settings.length, count, context)
-    if list(ids[:1]) == [tokenizer.bos_id]:  # spelled out in the text: it still gets one only
-        ids = ids[1:]
-    return cut_windows(ids, settings.length, count, context, tokenizer.bos_id)
-
-
-def _require_known(windows: Tensor, checkpoint: Checkpoint) -> None:
-    """RequestError for ids that the model does not know, before its weights are read."""
-    highest, known = int(windows.max()), checkpoint.model_config.vocab_size
-    if highest >= known:
-        raise RequestError(
-            f"the text has token id {highest}, `{checkpoint.path}` knows {known} ids: "
-            "tokenizer and model do not belong together",
-            hint="copy the tokenizer files of the original model into the folder",
+    saved = None
+    if settings.save_reference is None:
+        found = measure_divergence(reference, candidate, text.windows, progress, first=text.first)
+    else:
+        about = _about(settings, checkpoints[0], text, placement)
+        found, record, estimate = compare_and_record(
+            reference, candidate, text.windows, about, progress, first=text.first
         )
-
-
-def _first(settings: TextSettings) -> int:
-    """The first predicted position of a window: the same token with and without a BOS in front."""
-    return 2 if settings.bos else 1
-
-
-def _scored(settings: TextSettings, source: str, ids: Sequence[int], placement: Placement) -> Scored:
-    return Scored(source, len(ids), settings.length, settings.bos, placement)
-
-
-def _bos_notes(model: Model, tokenizer: Tokenizer, windows: Tensor, plain: Perplexity, bos: bool) -> tuple[str, ...]:
-    """A warning for models that expect a BOS: Gemma's perplexity without one is off by orders of magnitude."""
-    if bos or not tokenizer.adds_bos or tokenizer.bos_id is None:
-        return ()
-    front = torch.tensor([[tokenizer.bos_id]])
-    window = torch.cat([front, windows[:1]], dim=1)[:, : model.config.context]
-    with_bos = score(model, window, first=2)
-    return (
-        f"this tokenizer puts `{tokenizer.token(tokenizer.bos_id)}` in front of texts, these windows have none: with "
-        f"`--bos` the first one scores {with_bos.mean_nll:.4f} nats instead of {plain.window_nll[0]:.4f}",
+        record.save(settings.save_reference)
+        saved = SavedCheck(str(settings.save_reference), record.share, estimate.kl_mean, estimate.kl_error)
+    scored = text.scored(settings.text, placement)
+    return CompareReport(
+        settings.reference,
+        settings.candidate,
+        found,
+        scored,
+        worst_in_words(found.worst, tokenizer),
+        (*notes, *found.notes),
+        gate,
+        saved,
     )
 
 
-def _tokenizer_notes(candidate: Checkpoint, reference: Tokenizer, text: str, ids: Sequence[int]) -> tuple[str, ...]:
-    """Checks that the candidate reads text as the reference does; a note says where it has no tokenizer to check."""
-    if not (candidate.path / "tokenizer.json").exists():
-        return (f"`{candidate.path}` has no `tokenizer.json`: the reference's tokens are used",)
-    if Tokenizer.open(candidate.path).encode(text) != ids:
-        raise CheckpointError(
-            f"`{candidate.path}` and `{reference.folder}` split the text into different tokens, so that their "
-            "predictions cannot be compared",
-            hint="compare a model with quantizations of itself",
+def _save(settings: CompareSettings, placement: Placement, progress: Progress) -> SavedReport:
+    if settings.save_reference is None:
+        raise UsageError(
+            "a reference alone, neither a candidate to judge nor a file to save it to",
+            hint="name a CANDIDATE, or `--save-reference FILE`",
         )
-    return ()
+    if settings.gate:
+        raise UsageError("`--gate` has nothing to judge without a candidate", hint="leave it out, or name a CANDIDATE")
+    checkpoint = open_checkpoint(settings.reference)
+    tokenizer = Tokenizer.open(checkpoint.path)
+    text = ReadText.read(settings.text, tokenizer, checkpoint.model_config.context)
+    require_known(text.windows, checkpoint)
+    model = load_model(checkpoint, placement.device, placement.dtype)
+    about = _about(settings, checkpoint, text, placement)
+    saved = record_reference(model, text.windows, about, progress, first=text.first)
+    saved.save(settings.save_reference)
+    scored = text.scored(settings.text, placement)
+    path = settings.save_reference
+    return SavedReport(
+        settings.reference, path, saved.share, path.stat().st_size, saved.predictions, saved.self_kl, scored
+    )
+
+
+def _compare_saved(
+    settings: CompareSettings, name: str, placement: Placement, gate: Gate, progress: Progress
+) -> CompareReport:
+    """A candidate against what was saved of its reference, over the tokens that stand in the file."""
+    if settings.text != TextSettings():
+        raise UsageError(
+            f"`{settings.reference}` is a saved reference, which has its own text and windows",
+            hint="leave out `--text`, `--dataset`, `--length`, `--windows` and `--bos`",
+        )
+    if settings.save_reference is not None:
+        raise UsageError(f"`{settings.reference}` is saved already", hint="leave out `--save-reference`")
+    saved = SavedReference.load(Path(settings.reference))
+    checkpoint = open_checkpoint(name)
+    config = checkpoint.model_config
+    require_vocabulary(saved, config.vocab_size)
+    if saved.windows.shape[1] > config.context:
+        raise RequestError(
+            f"the saved reference has windows of {saved.windows.shape[1]} tokens, which do not fit into the "
+            f"candidate's context of {config.context}",
+            hint=f"save it again with `--length {config.context}` or less",
+        )
+    about = saved.about
+    notes = [*checkpoint.notes, f"the reference was saved by quantkit {about['version']}, in {about['dtype']}"]
+    if about["tokenizer"] != digest_of_tokenizer(checkpoint):
+        notes.append("its `tokenizer.json` is not that of the reference: the reference's tokens are used")
+    candidate = load_model(checkpoint, placement.device, placement.dtype)
+    found = compare_saved(saved, candidate, progress)
+    bos = about["bos"] == "yes"
+    scored = Scored(about["text"], int(about["text_tokens"]), saved.windows.shape[1] - bos, bos, placement)
+    words = worst_in_words(found.worst, Tokenizer.open(checkpoint.path))
+    return CompareReport(about["model"], name, found, scored, words, (*notes, *found.notes), gate)
+
+
+def _about(settings: CompareSettings, checkpoint: Checkpoint, text: ReadText, placement: Placement) -> dict[str, str]:
+    return {
+        "model": settings.reference,
+        "text": text.source,
+        "text_tokens": str(len(text.ids)),
+        "bos": "yes" if settings.text.bos else "no",
+        "dtype": placement.dtype_name,
+        "tokenizer": digest_of_tokenizer(checkpoint),
+        "version": VERSION,
+    }
+
+
+def digest_of_tokenizer(checkpoint: Checkpoint) -> str:
+    """SHA-256 of `tokenizer.json`, or nothing where there is none."""
+    file = checkpoint.path / "tokenizer.json"
+    return sha256(file.read_bytes()).hexdigest() if file.is_file() else ""

@@ -84,3 +84,61 @@ def test_a_missing_tokenizer_is_a_checkpoint_error(tmp_path, text, capsys):
     folder = tiny.write_model(tmp_path / "model", tokenizer=False)
     assert cli.run(["eval", "perplexity", str(folder), "--text", text, "--length", "32"]) == 10
     assert capsys.readouterr().err.startswith(f"error: `{folder}` has no `tokenizer.json`")
+
+
+def test_several_models_make_one_table(folder, text, tmp_path, capsys):
+    other = str(tiny.write_model(tmp_path / "other", seed=1))
+    arguments = ["eval", "perplexity", folder, other, "--text", text, "--length", "32", "--stride", "16"]
+    assert cli.run([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["models"]
+    assert [model["model"] for model in found] == [folder, other] and found[0]["mean_nll"] != found[1]["mean_nll"]
+    assert found[0]["stride"] == 16 and found[0]["perplexity_error"] > 0 and "16 tokens apart" in found[0]["convention"]
+    assert cli.run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "standard error" in shown and "16 tokens apart" in shown
+    assert cli.run([*arguments[:-1], "64"]) == 2
+    assert capsys.readouterr().err.startswith("error: `--stride` is 64, expected 1 to the length of a window, 32")
+
+
+def test_a_gate_decides_the_exit_code_and_leaves_the_result(folder, text, tmp_path, capsys):
+    other = str(tiny.write_model(tmp_path / "other", seed=1))
+    arguments = ["eval", "compare", folder, other, "--text", text, "--length", "32"]
+    assert cli.run([*arguments, "--gate", "kl_mean<0.001,ppl_ratio<99", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["kl_mean"] > 0.001 and len(found["gate"]["failed"]) == 1 and len(found["worst"]) == 10
+    assert cli.run([*arguments, "--gate", "kl_mean<99"]) == 0
+    assert "passed: kl_mean<99" in capsys.readouterr().out
+    assert cli.run([*arguments, "--gate", "loss<1"]) == 2
+    assert "no figure `loss`" in capsys.readouterr().err
+
+
+def test_a_saved_reference_stands_for_its_model(folder, text, tmp_path, capsys):
+    other, file = str(tiny.write_model(tmp_path / "other", seed=1)), str(tmp_path / "reference")
+    windows = ["--text", text, "--length", "32"]
+    assert cli.run(["eval", "compare", folder, *windows, "--save-reference", file, "--json"]) == 0
+    saved = json.loads(capsys.readouterr().out)
+    assert abs(saved["self_kl"]) < 1e-6 and saved["saved"] == file and saved["bytes"] > 0
+    assert cli.run(["eval", "compare", folder, other, *windows, "--save-reference", file, "--json"]) == 0
+    direct = json.loads(capsys.readouterr().out)
+    assert cli.run(["eval", "compare", file, other, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kl_mean"] == pytest.approx(direct["kl_mean"], abs=found["kl_error"])
+    assert found["kl_mean"] == pytest.approx(direct["saved_reference"]["kl_mean"], rel=1e-9)
+    for key in ("windows", "length", "source", "text_tokens", "bos", "reference"):
+        assert found[key] == direct[key]
+    assert cli.run(["eval", "compare", file, other, "--bos"]) == 2
+    assert "has its own text" in capsys.readouterr().err
+    assert cli.run(["eval", "compare", folder, *windows]) == 2
+    assert "a reference alone" in capsys.readouterr().err
+    assert cli.run(["eval", "compare", str(tmp_path / "other" / "config.json"), other]) == 10
+    assert "saved reference" in capsys.readouterr().err
+
+
+def test_a_saved_reference_with_bos_has_windows_that_begin_with_it(folder, text, tmp_path, capsys):
+    file = str(tmp_path / "reference")
+    arguments = ["eval", "compare", folder, "--text", text, "--length", "32", "--bos", "--save-reference", file]
+    assert cli.run(arguments) == 0
+    capsys.readouterr()
+    assert cli.run(["eval", "compare", file, folder, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bos"] and found["length"] == 32 and abs(found["kl_mean"]) < 1e-6 and found["top1_agreement"] == 1

@@ -4,7 +4,7 @@ import torch
 
 from quantkit.errors import CheckpointError
 from quantkit.evaluators import perplexity
-from quantkit.evaluators.divergence import bootstrap_interval, compare
+from quantkit.evaluators.divergence import CONTEXT, WORST, compare
 from quantkit.runtime.load import load
 
 
@@ -92,18 +92,33 @@ def test_padding_rows_of_one_vocabulary_are_left_out_and_said(folder):
         compare(load(small), load(large), torch.full((1, 4), 70))
 
 
-def test_interval_covers_the_true_mean_nineteen_times_in_twenty():
-    """Neighbours that are alike: 100 texts from a process whose mean is 1, each prediction shared by eight neighbours."""
-    random = torch.Generator().manual_seed(0)
-    inside = 0
-    for _ in range(100):
-        values = torch.rand(4, 64, generator=random, dtype=torch.float64).repeat_interleave(8, dim=1) * 2
-        low, high = bootstrap_interval(values)
-        inside += low <= 1 <= high
-    assert 87 <= inside <= 99
+def test_top_five_changes_and_worst_tokens_are_those_of_the_definition(pair):
+    left, right = (model(WINDOWS)[:, :-1].double().log_softmax(-1) for model in pair)
+    found = compare(*pair, WINDOWS)
+    shared = [
+        len(set(one.topk(5).indices.tolist()) & set(other.topk(5).indices.tolist())) / 5
+        for one, other in zip(left.flatten(0, 1), right.flatten(0, 1), strict=True)
+    ]
+    assert found.top5_agreement == pytest.approx(sum(shared) / len(shared))
+    targets = WINDOWS[:, 1:, None]
+    before, after = left.gather(-1, targets)[..., 0], right.gather(-1, targets)[..., 0]
+    change = after.exp() - before.exp()
+    for percentile, value in found.change_percentiles.items():
+        assert value == pytest.approx(float(change.quantile(percentile / 100)), abs=1e-7)
+    assert found.change_rms == pytest.approx(float((change**2).mean().sqrt()), rel=1e-5)
+    assert found.correlation == pytest.approx(float(torch.corrcoef(torch.stack([before.flatten(), after.flatten()]))[0, 1]), abs=1e-6)
+    divergence, _ = plain_divergence(*pair, WINDOWS)
+    assert len(found.worst) == WORST and found.kl_error == 0
+    assert [token.kl for token in found.worst] == pytest.approx(divergence.flatten().topk(WORST).values.tolist(), rel=1e-5)
+    worst = found.worst[0]
+    window = WINDOWS[worst.window].tolist()
+    assert list(worst.context) == window[max(0, worst.position - CONTEXT) : worst.position]
+    assert worst.target == window[worst.position]
+    place = worst.window, worst.position - 1
+    assert worst.choices[0] == (int(left[place].argmax()), pytest.approx(float(left[place].max().exp()), rel=1e-5))
+    assert worst.target_probabilities[1] == pytest.approx(float(right[place][worst.target].exp()), rel=1e-5)
 
 
-def test_interval_of_few_values():
-    assert bootstrap_interval(torch.tensor([[3.0]])) == (3.0, 3.0)
-    low, high = bootstrap_interval(torch.tensor([[0.0, 1.0, 0.0, 1.0]]))
-    assert 0 <= low < 0.5 < high <= 1
+def test_a_model_agrees_with_itself_in_everything(pair):
+    found = compare(pair[0], pair[0], WINDOWS)
+    assert found.top5_agreement == 1 and found.change_rms == 0 and found.correlation == pytest.approx(1)

@@ -65,6 +65,26 @@ def test_bos_in_front_scores_the_same_tokens(model):
     assert (found.windows, found.tokens, found.predictions) == (4, 40, 36)
 
 
+@pytest.mark.parametrize("stride", [1, 3, 7, 10])
+def test_with_a_stride_every_token_is_scored_once(model, stride):
+    ids = windows_of(1, 31)[0].tolist()
+    windows = cut_windows(ids, 10, None, 2048, stride=stride)
+    assert windows.tolist() == [ids[at : at + 10] for at in range(0, 31 - 9, stride)]
+    found = score(model, windows, first=1, later=10 - stride if stride < 10 else None)
+    last = 10 - stride if stride < 10 else 1
+    losses = [plain_losses(model, windows[:1]), *(plain_losses(model, row[None], last) for row in windows[1:])]
+    assert found.window_nll == pytest.approx([float(row.mean()) for row in losses], abs=1e-5)
+    assert found.mean_nll == pytest.approx(float(torch.cat([row.flatten() for row in losses]).mean()), abs=1e-5)
+    covered = (len(windows) - 1) * stride + 10
+    assert found.tokens == covered and found.predictions == covered - (len(windows) if stride == 10 else 1)
+
+
+@pytest.mark.parametrize("stride", [0, 11])
+def test_a_stride_that_leaves_gaps_is_refused(stride):
+    with pytest.raises(UsageError, match=f"`--stride` is {stride}"):
+        cut_windows(list(range(50)), 10, None, 2048, stride=stride)
+
+
 def test_windows_do_not_overlap_and_the_rest_is_dropped():
     windows = cut_windows(list(range(23)), 5, None, context=2048)
     assert windows.flatten().tolist() == list(range(20)) and windows.shape == (4, 5)
