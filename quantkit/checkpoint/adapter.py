@@ -4,10 +4,12 @@ Tensors are `base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight
 `lora_embedding_A` [r, vocabulary] and `lora_embedding_B` [width, r]; a module of `modules_to_save` is there as a whole.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.folder import is_pickle, read_json
 from quantkit.checkpoint.header import TORCH_DTYPES, Header, read_header
-from quantkit.checkpoint.regular import file_stamp, open_regular, read_into
-from quantkit.errors import CheckpointError
+from quantkit.checkpoint.regular import file_stamp, open_regular, read_chunks, read_into
+from quantkit.errors import CheckpointError, UsageError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -66,6 +68,22 @@ class Adapter:
         product = self._tensor(second).to(torch.float32) @ self._tensor(first).to(torch.float32)
         return self.scale(name) * (product.T if embedding else product)
 
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """The two matrices that `x` goes through one after the other, float32 `[in, r]` and `[r, out]`: what they make
+        of `x` is added to what the linear of this weight makes of it."""
+        first, second, _ = self.deltas[name]
+        down, up = self._tensor(first).to(torch.float32), self._tensor(second).to(torch.float32)
+        return down.T.contiguous(), self.scale(name) * up.T
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all bytes of the adapter: another digest is another adapter."""
+        sha = hashlib.sha256()
+        for file in (self.path / CONFIG, self.header.path):
+            for chunk in read_chunks(file):
+                sha.update(chunk)
+        return sha.hexdigest()
+
     def replacement(self, name: str) -> Tensor:
         return self._tensor(self.replacements[name])
 
@@ -104,6 +122,21 @@ def open_adapter(path: Path) -> Adapter:
     adapter = Adapter(path, config, header, deltas, replacements)
     _check_ranks(adapter)
     return adapter
+
+
+def open_weighted(text: str, mark: str, option: str) -> tuple[Adapter, float]:
+    """An adapter with the weight that follows its folder behind `mark`, 1 if none does. A folder whose own name has a
+    `mark` is taken as it is. Raises as `open_adapter` does, and UsageError for a weight that is no number."""
+    path, _, number = text.rpartition(mark)
+    if not path or Path(text).exists():
+        return open_adapter(Path(text)), 1.0
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UsageError(f"`{number}` in `{text}` is no weight", hint=f"use `{option} DIR{mark}0.5`")
+    return open_adapter(Path(path)), weight
 
 
 def _sort(path: Path, header: Header) -> tuple[dict[str, tuple[str, str, bool]], dict[str, str]]:

@@ -40,7 +40,7 @@ def generate(
     ] = 1.0,
     typical_p: Annotated[
         float,
-        typer.Option("--typical-p", help="Draw from the tokens of expected surprise that have this probability; 1 is all."),
+        typer.Option("--typical-p", help="Draw from tokens of about expected surprise, of this probability; 1 is all."),
     ] = 1.0,
     frequency_penalty: Annotated[
         float, typer.Option("--frequency-penalty", help="Taken off a token's logit each time the answer has it.")
@@ -58,6 +58,15 @@ def generate(
     ban: Annotated[
         list[str] | None, typer.Option("--ban", help="Text that the answer must not contain; goes around it.")
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora", metavar="DIR[:WEIGHT]", help="A PEFT adapter to apply; several add up, each with its weight."
+        ),
+    ] = None,
+    merge_lora: Annotated[
+        bool, typer.Option("--merge-lora", help="Merge the adapters into the weights of a dense model at load.")
+    ] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[
@@ -84,6 +93,8 @@ def generate(
         stops=tuple(stop or ()),
         stop_tokens=tuple(stop_token or ()),
         banned=tuple(ban or ()),
+        loras=tuple(lora or ()),
+        merge_lora=merge_lora,
         ignore_eos=ignore_eos,
         device=device,
         dtype=dtype,

@@ -1,23 +1,18 @@
-"""`quantkit convert merge-lora`: PEFT adapters folded into the weights they adapt.
+"""`quantkit convert merge-lora`: PEFT adapters folded into the weights they adapt, by the sum of `checkpoint.merged`.
 
-    W' = W + Σ_i weight_i · s_i · B_i A_i        s = alpha / r, or alpha / √r with rsLoRA (arXiv 2312.03732)
-
-Sums are made in float32 and rounded once to the dtype of the weight. What an adapter holds and this cannot merge is
-refused by name: a tensor left out in silence would be another adapter.
+Sums are made in float32 and rounded once to the dtype of the weight.
 """
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.adapter import Adapter, open_adapter
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.adapter import open_weighted
+from quantkit.checkpoint.merged import Weighted, added, require_fit
 from quantkit.commands.convert_folder import open_source, rewriting
 from quantkit.commands.convert_report import ConvertReport
-from quantkit.errors import CheckpointError, FormatError, UsageError
+from quantkit.errors import FormatError, UsageError
 from quantkit.progress import Progress
 from quantkit.settings import ConvertSettings
 
@@ -34,9 +29,10 @@ def merge_lora(settings: ConvertSettings, progress: Progress) -> ConvertReport:
             f"`{source.path}` is quantized: adapters are merged into dense weights",
             hint="`quantkit convert gptq-to-hf` first, and quantize the result anew",
         )
-    adapters = [_named(text) for text in settings.adapters]
+    adapters = [open_weighted(text, "=", "--adapter") for text in settings.adapters]
     for adapter, weight in adapters:
-        _check(adapter, weight, source)
+        shapes = {name: source.info(name).shape for name in adapter.targets if source.has(name)}
+        require_fit(adapter, weight, shapes, source.path)
     merged, largest, replaced = 0, 0.0, 0
     with (
         rewriting(source, settings.out, overwrite=settings.overwrite) as new,
@@ -72,45 +68,9 @@ def merge_lora(settings: ConvertSettings, progress: Progress) -> ConvertReport:
     )
 
 
-def _named(text: str) -> tuple[Adapter, float]:
-    """`DIR` or `DIR=0.5`; a folder whose own name has a `=` is taken as it is."""
-    path, _, number = text.rpartition("=")
-    if not path or Path(text).exists():
-        return open_adapter(Path(text)), 1.0
-    try:
-        weight = float(number)
-    except ValueError as error:
-        raise UsageError(f"`{number}` in `{text}` is no weight", hint="use `--adapter DIR=0.5`") from error
-    return open_adapter(Path(path)), weight
-
-
-def _check(adapter: Adapter, weight: float, source: Checkpoint) -> None:
-    for name in adapter.targets:
-        if not source.has(name):
-            raise CheckpointError(
-                f"`{adapter.path}` adapts `{name}`, which is not in `{source.path}`",
-                hint="merge it into the model that it was trained on",
-            )
-        expected, found = source.info(name).shape, adapter.shape(name)
-        if tuple(found) != tuple(expected):
-            raise CheckpointError(
-                f"`{adapter.path}` adapts `{name}` as {list(found)}, it is {list(expected)} in `{source.path}`",
-                hint="merge it into the model that it was trained on",
-            )
-    if adapter.replacements and weight != 1.0:
-        raise UsageError(
-            f"`{adapter.path}` replaces `{min(adapter.replacements)}` as a whole, which has no weight of {weight:g}",
-            hint="leave out the weight of this adapter",
-        )
-
-
-def _merged(name: str, before: Tensor, adapters: Sequence[tuple[Adapter, float]]) -> Tensor:
+def _merged(name: str, before: Tensor, adapters: Weighted) -> Tensor:
     """The same tensor, as it is, where no adapter adds to it."""
-    total: Tensor | None = None
-    for adapter, weight in adapters:
-        if name in adapter.deltas:
-            own = weight * adapter.delta(name)
-            total = own if total is None else total + own
+    total = added(name, adapters)
     return before if total is None else (before.to(torch.float32) + total).to(before.dtype)
 
 

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.adapter import open_weighted
+from quantkit.checkpoint.merged import merge
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.errors import RequestError, UsageError
 from quantkit.progress import Progress, Tqdm
+from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
@@ -101,6 +104,11 @@ def run(
     checkpoint = open_checkpoint(settings.model)
     folder = checkpoint.path
     tokenizer = Tokenizer.open(folder)
+    adapters = [open_weighted(text, ":", "--lora") for text in settings.loras]
+    if settings.merge_lora and not adapters:
+        raise UsageError("`--merge-lora` without `--lora`", hint="--lora DIR --merge-lora")
+    if settings.merge_lora:
+        merge(checkpoint, adapters)
 
     def show(delta: Delta) -> Delta:
         return delta if on_text(delta.text) else delta.ending()
@@ -114,9 +122,12 @@ def run(
         stops=settings.stops,
         banned=settings.banned,
         callbacks=(show,),
+        adapters=AdapterSet() if settings.merge_lora else AdapterSet.of(adapters),
     )
     check(request, checkpoint.model_config)
-    generator = Generator(load_model(checkpoint, placement.device, placement.dtype), tokenizer)
+    request.adapters.check(checkpoint.model_config, checkpoint.architecture, folder)
+    merged = adapters if settings.merge_lora else ()
+    generator = Generator(load_model(checkpoint, placement.device, placement.dtype, merged), tokenizer)
     generator.warm_up(request)
     load_seconds = time.perf_counter() - start
     for note in checkpoint.notes:

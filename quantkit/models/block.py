@@ -1,6 +1,6 @@
 """Block: one decoder layer, and reading it from a checkpoint."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,6 +59,23 @@ class Block:
         same."""
         assert isinstance(self.mlp, Mixture)
         return replace(self, mlp=replace(self.mlp, reached=frozenset(experts)))
+
+    def with_linears(self, change: Callable[[Linear], Linear]) -> "Block":
+        """The same block with each of its linears as `change` returns it."""
+        made = {id(fan): replace(fan, linears=tuple(change(linear) for linear in fan.linears)) for fan in self.fans}
+
+        def remade(mlp: GatedMLP) -> GatedMLP:
+            return replace(mlp, inputs=made[id(mlp.inputs)], output=made[id(mlp.output)])
+
+        mlp = self.mlp
+        if isinstance(mlp, Mixture):
+            shared = None if mlp.shared is None else remade(mlp.shared)
+            mlp = replace(mlp, experts=tuple(map(remade, mlp.experts)), shared=shared)
+        else:
+            mlp = remade(mlp)
+        attention = self.attention
+        attention = replace(attention, inputs=made[id(attention.inputs)], output=made[id(attention.output)])
+        return replace(self, attention=attention, mlp=mlp, fans=tuple(made[id(fan)] for fan in self.fans))
 
     def stages(self) -> tuple[Stage, ...]:
         """Linears that share an input, in the order they run."""

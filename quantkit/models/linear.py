@@ -1,11 +1,14 @@
 """Linear: one stored weight in use. Below this module weights are `[in, out]`; torch's `[out, in]` ends here."""
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
 from quantkit.errors import BackendError
 from quantkit.formats.codec import StoredTensor
 from quantkit.formats.dense import DenseTensor
+from quantkit.models.low_rank import LowRank
 
 
 class Linear:
@@ -19,6 +22,7 @@ class Linear:
         self.name = name
         self.dtype = dtype
         self.device = torch.device(device)
+        self._addition: LowRank | None = None
         self.replace(stored)
 
     @property
@@ -32,7 +36,10 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """`[..., in]` of any float dtype → `[..., out]` in `dtype`."""
         rows = x.reshape(-1, self.in_features).to(self.dtype)
-        return self._running.matmul(rows).reshape(*x.shape[:-1], self.out_features)
+        out = self._running.matmul(rows)
+        if self._addition is not None:
+            out = (out.to(torch.float32) + self._addition(rows)).to(out.dtype)
+        return out.reshape(*x.shape[:-1], self.out_features)
 
     def weight(self) -> Tensor:
         """float32 `[in, out]`, in memory of its own: the weight as stored, not as rounded to `dtype`."""
@@ -42,6 +49,12 @@ class Linear:
         """Use another form of this weight from now on."""
         self.stored = stored
         self._running = _in_dtype(self.name, stored, self.dtype, self.device)
+
+    def adapted(self, addition: LowRank) -> "Linear":
+        """Another linear of the same weight in the same memory, which adds this to its outputs."""
+        other = copy(self)
+        other._addition = addition.to(self.device)
+        return other
 
     def settle(self) -> None:
         """Forget what was read from disk where it is not what runs: a whole model holds each weight once."""

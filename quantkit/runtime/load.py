@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoint.merged import Weighted, merge
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.errors import UsageError
 from quantkit.models.contents import check_contents
@@ -25,8 +26,13 @@ def load(path: str | Path, device: str = "cpu", dtype: str | torch.dtype | None 
     return load_model(open_checkpoint(path), device, dtype)
 
 
-def load_model(checkpoint: Checkpoint, device: str = "cpu", dtype: str | torch.dtype | None = None) -> Model:
-    """The model of a checkpoint that is open already; see `load`."""
+def load_model(
+    checkpoint: Checkpoint, device: str = "cpu", dtype: str | torch.dtype | None = None, adapters: Weighted = ()
+) -> Model:
+    """The model of a checkpoint that is open already; see `load`.
+
+    adapters  with their weights, merged for good into a model that is not quantized; see `runtime.adapters` for others
+    """
     if isinstance(dtype, torch.dtype):
         named = [name for name, known in DTYPES.items() if known == dtype]
         if not named:
@@ -35,4 +41,5 @@ def load_model(checkpoint: Checkpoint, device: str = "cpu", dtype: str | torch.d
     placement = Placement.choose(device, dtype or "auto")
     config, architecture = checkpoint.model_config, checkpoint.architecture
     check_contents(checkpoint, config, architecture)
-    return Model.load(checkpoint, config, architecture, placement.dtype, placement.device)
+    source = merge(checkpoint, adapters) if adapters else checkpoint
+    return Model.load(source, config, architecture, placement.dtype, placement.device)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from quantkit.errors import RequestError
 from quantkit.models.config import ModelConfig
+from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.cache import admit
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.stops import require_text
@@ -55,6 +56,7 @@ class Request:
     stops           texts that end the answer before them, however they are cut into tokens
     banned          texts that the answer must not contain: it goes back to where one began and takes another way
     callbacks       each sees what the one before it returned
+    adapters        applied while the model runs, for this request alone
 
     Raises RequestError for an empty stop or banned string.
     """
@@ -67,6 +69,7 @@ class Request:
     stops: tuple[str, ...] = ()
     banned: tuple[str, ...] = ()
     callbacks: tuple[Callback, ...] = ()
+    adapters: AdapterSet = field(default_factory=AdapterSet)
 
     def __post_init__(self) -> None:
         require_text("--stop", self.stops)

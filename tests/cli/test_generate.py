@@ -2,6 +2,7 @@ import json
 
 import pytest
 import tiny
+from tiny_lora import write_adapter
 
 from quantkit import cli
 from quantkit.runtime.tokenizer import Tokenizer
@@ -63,6 +64,10 @@ def test_every_option_reaches_the_request(folder, tmp_path, capsys):
         assert len(set(penalised)) == len(penalised)
     assert ids("--temperature", "5", "--seed", "7", "--typical-p", "0") != wild
     assert ids("--stop-token", str(greedy[4])) == greedy[: greedy.index(greedy[4]) + 1]
+    write_adapter(tmp_path / "a", {"model.layers.0.mlp.up_proj": (128, 64, 8)})
+    adapted = ids("--lora", f"{tmp_path / 'a'}:-2")
+    assert greedy != adapted == ids("--lora", f"{tmp_path / 'a'}:-2", "--merge-lora")
+    assert adapted != ids("--lora", f"{tmp_path / 'a'}:-2", "--lora", str(tmp_path / "a"))
     text = Tokenizer.open(folder).decode(greedy)
     assert ids("--stop", "\n\n\n", "--stop", text[5]) != greedy != ids("--ban", text[5])
 

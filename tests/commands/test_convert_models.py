@@ -1,6 +1,5 @@
 """Routes that read what is no model of this tool: pickles and adapters; and EXL2 back to GPTQ."""
 
-import json
 import math
 import pickle
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tiny_lora import write_adapter
 
 import quantkit
 from quantkit.checkpoint.reader import open_checkpoint
@@ -92,21 +92,6 @@ def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
     assert "once more" in report.remarks[0]
 
 
-def adapter(path: Path, modules: dict[str, tuple[int, int, int]], seed: int = 0, extra=None, **config) -> dict:
-    """An adapter of random tensors; module → (out, in, rank). Returns B·A of each module."""
-    generator = torch.Generator().manual_seed(seed)
-    path.mkdir()
-    tensors, products = dict(extra or {}), {}
-    for module, (outputs, inputs, rank) in modules.items():
-        a, b = torch.randn(rank, inputs, generator=generator), 0.1 * torch.randn(outputs, rank, generator=generator)
-        tensors |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
-        products[module] = b.double() @ a.double()
-    save_file(tensors, path / "adapter_model.safetensors")
-    full = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "use_rslora": False, **config}
-    (path / "adapter_config.json").write_text(json.dumps(full))
-    return products
-
-
 def changes(model: Path, out: Path) -> dict[str, torch.Tensor]:
     before, after = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
@@ -119,7 +104,7 @@ def changes(model: Path, out: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("rslora", "scale"), [(False, 16 / 8), (True, 16 / math.sqrt(8))])
 def test_alpha_and_rslora(rslora: bool, scale: float, model: Path, tmp_path: Path) -> None:
-    products = adapter(tmp_path / "a", {Q: (64, 64, 8), UP: (128, 64, 8)}, use_rslora=rslora)
+    products = write_adapter(tmp_path / "a", {Q: (64, 64, 8), UP: (128, 64, 8)}, use_rslora=rslora)
     convert("merge-lora", model, tmp_path / "out", adapters=(str(tmp_path / "a"),))
     found = changes(model, tmp_path / "out")
     assert found.keys() == products.keys()
@@ -128,8 +113,8 @@ def test_alpha_and_rslora(rslora: bool, scale: float, model: Path, tmp_path: Pat
 
 
 def test_several_adapters_with_weights_and_patterns(model: Path, tmp_path: Path) -> None:
-    first = adapter(tmp_path / "a", {Q: (64, 64, 8)})
-    second = adapter(
+    first = write_adapter(tmp_path / "a", {Q: (64, 64, 8)})
+    second = write_adapter(
         tmp_path / "b", {Q: (64, 64, 4), UP: (128, 64, 2)}, seed=1, r=4, rank_pattern={"up_proj": 2}, alpha_pattern={"up_proj": 6}
     )
     convert("merge-lora", model, tmp_path / "out", adapters=(f"{tmp_path / 'a'}=0.5", f"{tmp_path / 'b'}=-1"))
@@ -146,7 +131,7 @@ def test_embeddings_and_modules_that_were_saved_whole(model: Path, tmp_path: Pat
         "base_model.model.model.embed_tokens.lora_embedding_B": b,
         "base_model.model.model.norm.weight": norm,
     }
-    adapter(tmp_path / "a", {}, extra=extra)
+    write_adapter(tmp_path / "a", {}, extra=extra)
     convert("merge-lora", model, tmp_path / "out", adapters=(str(tmp_path / "a"),))
     assert torch.allclose(changes(model, tmp_path / "out")["model.embed_tokens"], 2 * (b @ a).T.double(), atol=1e-4)
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"], norm)
@@ -166,7 +151,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "modules", "message"), REFUSED, ids=[message for *_, message in REFUSED])
 def test_adapters_that_cannot_be_merged(config, modules, message, model: Path, tmp_path: Path) -> None:
-    adapter(tmp_path / "a", modules, **config)
+    write_adapter(tmp_path / "a", modules, **config)
     with pytest.raises(CheckpointError, match=message):
         convert("merge-lora", model, tmp_path / "out", adapters=(str(tmp_path / "a"),))
     assert not (tmp_path / "out").exists()
@@ -177,7 +162,7 @@ def test_other_refusals_of_merging(model: Path, tmp_path: Path) -> None:
         convert("merge-lora", model, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"adapter_config.json"):
         convert("merge-lora", model, tmp_path / "out", adapters=(str(model),))
-    adapter(tmp_path / "a", {Q: (64, 64, 8)}, extra={"base_model.model.x.lora_magnitude_vector": torch.ones(3)})
+    write_adapter(tmp_path / "a", {Q: (64, 64, 8)}, extra={"base_model.model.x.lora_magnitude_vector": torch.ones(3)})
     with pytest.raises(CheckpointError, match="is not understood"):
         convert("merge-lora", model, tmp_path / "out", adapters=(str(tmp_path / "a"),))
     quantkit.quantize(model, tmp_path / "gptq", group_size=32, effort="nearest", evaluate=False, progress=Silent())

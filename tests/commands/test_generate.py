@@ -3,6 +3,7 @@ import json
 import pytest
 import tiny
 import torch
+from tiny_lora import write_adapter
 
 from quantkit.commands.generate import run
 from quantkit.errors import BackendError, CheckpointError, RequestError, UsageError
@@ -139,6 +140,22 @@ def test_whoever_gets_the_text_can_end_it(folder):
     assert report.completion.finish_reason == "callback" and len(report.completion.token_ids) == len(pieces) == 3
 
 
+def test_adapters_on_the_fly_and_merged(folder, tmp_path):
+    modules = {f"model.layers.{layer}.mlp.up_proj": (128, 64, 8) for layer in range(2)}
+    write_adapter(tmp_path / "a", modules)
+    write_adapter(tmp_path / "b:2", modules, seed=1)
+    plain = answer(folder).completion.token_ids
+    for loras in ((f"{tmp_path}/a:-0.5",), (f"{tmp_path}/a", f"{tmp_path}/b:2", f"{tmp_path}/b:2:0.25")):
+        found = answer(folder, loras=loras).completion.token_ids
+        assert found == answer(folder, loras=loras, merge_lora=True).completion.token_ids != plain
+    with pytest.raises(UsageError, match="`half` in `.*` is no weight"):
+        answer(folder, loras=(f"{tmp_path}/a:half",))
+    with pytest.raises(CheckpointError, match=r"has no `adapter_config\.json`"):
+        answer(folder, loras=(str(folder),))
+    with pytest.raises(UsageError, match="`--merge-lora` without `--lora`"):
+        answer(folder, merge_lora=True)
+
+
 def test_low_precision_is_reported(folder):
     assert answer(folder, dtype="bf16").as_json()["dtype"] == "bf16"
 
@@ -153,6 +170,7 @@ def test_low_precision_is_reported(folder):
         ({"max_new_tokens": 254}, RequestError, "the model's context has 256"),
         ({"temperature": -1.0}, UsageError, "`--temperature` is -1.0"),
         ({"dtype": "fp8"}, UsageError, "unknown dtype `fp8`"),
+        ({"loras": ("nowhere",)}, CheckpointError, "`nowhere` has no `adapter_config"),
         ({"device": "tpu"}, BackendError, "unknown device `tpu`"),
     ],
 )
