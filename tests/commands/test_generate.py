@@ -148,7 +148,7 @@ def test_adapters_on_the_fly_and_merged(folder, tmp_path):
     for loras in ((f"{tmp_path}/a:-0.5",), (f"{tmp_path}/a", f"{tmp_path}/b:2", f"{tmp_path}/b:2:0.25")):
         found = answer(folder, loras=loras).completion.token_ids
         assert found == answer(folder, loras=loras, merge_lora=True).completion.token_ids != plain
-    with pytest.raises(UsageError, match="`half` in `.*` is no weight"):
+    with pytest.raises(UsageError, match=r"`half` in `.*` is no weight"):
         answer(folder, loras=(f"{tmp_path}/a:half",))
     with pytest.raises(CheckpointError, match=r"has no `adapter_config\.json`"):
         answer(folder, loras=(str(folder),))
