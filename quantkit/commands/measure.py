@@ -54,7 +54,7 @@ from quantkit.models.transformer import Rotary, load_block
 from quantkit.plan import kind_of
 from quantkit.progress import Progress, Tqdm
 from quantkit.settings import MeasureSettings
-from quantkit.solver.gptq import solve_together
+from quantkit.solver.gptq import find_energies, solve_together
 
 
 def measure(model: str | Path, out: str | Path, *, progress: Progress | None = None, **options: Any) -> MeasureReport:
@@ -260,11 +260,12 @@ def _measure_stage(
     """Linears that read one input, solved side by side in one layout after another."""
     weights = [linears[name].weight() for name in ready.names]
     trace = float(len(weights[0])) if ready.factor is None else ready.factor.trace
+    energies = None if ready.factor is None else find_energies(weights, ready.factor)
     found: dict[str, list[Candidate]] = {name: [] for name in ready.names}
     for mix, layout in layouts[ready.names[0]].items():
         codec = Exl2Codec(layout)
         with naming(ready.names[0]):
-            solutions = solve_together(weights, ready.factor, codec)
+            solutions = solve_together(weights, ready.factor, codec, energies=energies)
         for name, solution in zip(ready.names, solutions, strict=True):
             spec = specs[name]
             bits = exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias)

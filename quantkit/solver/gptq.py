@@ -44,10 +44,12 @@ def solve_together(
     factor: Factor | None,
     codec: Codec,
     outputs: Sequence[Sequence[Chunk]] | None = None,
+    energies: Sequence[Tensor] | None = None,
 ) -> list[Solution]:
     """Round weights that read the same input, each float32 [in, out_i], in one pass.
 
-    outputs  of each weight, where its outputs are to make up for each other; see `outputs.factor_outputs`
+    outputs   of each weight, where its outputs are to make up for each other; see `outputs.factor_outputs`
+    energies  of each weight, if they are known: `find_energies`, for those who round the same weights many times
 
     Rows are processed in the order of the factor. A codec without act-order keeps groups of consecutive features, and
     their grids are fitted beforehand to the weights as they are. With act-order a group is a run of rows in
@@ -69,15 +71,26 @@ def solve_together(
         grids = _round_static(rounding, codec, layout)
         order, q = torch.arange(len(factor.order)), torch.empty_like(rounding.q)
         q[factor.order] = rounding.q
-    losses, energies = rounding.losses_and_energies()
+    losses = rounding.losses()
+    known = find_energies(weights, factor) if energies is None else energies
     return [
         Solution(
             Codes(q[:, columns].contiguous(), tuple(own), layout, order),
-            _ratio(losses[columns].sum(), energies[columns].sum()),
+            _ratio(losses[columns].sum(), energy.sum()),
             losses[columns],
         )
-        for columns, own in zip(rounding.columns, zip(*grids, strict=True), strict=True)
+        for columns, own, energy in zip(rounding.columns, zip(*grids, strict=True), known, strict=True)
     ]
+
+
+def find_energies(weights: Sequence[Tensor], factor: Factor) -> list[Tensor]:
+    """The diagonal of Wᵀ H W of each weight, float32 [in, out_i], with the Hessian before damping: float64 [out_i]."""
+    found = []
+    for weight in weights:
+        ordered = weight[factor.order]
+        damped = _column_squares(factor.lower @ ordered, factor.pivots[:, None])
+        found.append((damped - factor.ridge * _column_squares(ordered)).clamp(min=0))
+    return found
 
 
 def _keeps_together(order: Tensor, groups: Tensor, layout: Layout) -> bool:
@@ -97,7 +110,6 @@ class _Rounding:
         self.q = torch.empty(self.weight.shape, dtype=torch.uint8, device=self.weight.device)
         self._errors = torch.zeros_like(self.weight)
         self._lost = torch.zeros(sum(widths), dtype=torch.float64, device=self.weight.device)
-        self._energy = torch.zeros_like(self._lost)
         self._backend = kernels.backend(self.weight.device.type)
         self._waves = None if outputs is None else tuple(waves(outputs))
 
@@ -127,16 +139,13 @@ class _Rounding:
         top = grids[0][0].top
         if self._waves is None:
             q, errors = self._backend.solve_rows(rows, target, square, group, scales, zeros, top)
-            # (B E)_j = t_j - ŵ_j, what rounding alone did to row j, and (B W)_j: D weighs the squares of both.
+            # (B E)_j = t_j - ŵ_j, what rounding alone did to row j: D weighs its square.
             missed = torch.addmm(target - rows, square, errors)
         else:
             q, errors, missed = self._round_waves(rows, target, square, group, scales, zeros, top)
         self.q[start:end] = q
         self._errors[start:end] = errors
-        whole = self.factor.lower[start:end, :end] @ self.weight[:end]
-        pivots = self.factor.pivots[start:end, None]
-        self._lost += _column_squares(missed, pivots)
-        self._energy += _column_squares(whole, pivots)
+        self._lost += _column_squares(missed, self.factor.pivots[start:end, None])
 
     def _round_waves(
         self, rows: Tensor, target: Tensor, square: Tensor, group: Tensor, scales: Tensor, zeros: Tensor, top: int
@@ -156,12 +165,9 @@ class _Rounding:
             missed[:, wave.outputs] = torch.addmm(before - own, square, found)
         return q, errors, missed
 
-    def losses_and_energies(self) -> tuple[Tensor, Tensor]:
-        """The diagonals of Eᵀ H E and Wᵀ H W, float64, without the ridge that damping put into B and D."""
-        ridge = self.factor.ridge
-        lost = (self._lost - ridge * _column_squares(self._errors)).clamp(min=0)
-        energy = (self._energy - ridge * _column_squares(self.weight)).clamp(min=0)
-        return lost, energy
+    def losses(self) -> Tensor:
+        """The diagonal of Eᵀ H E, float64, without the ridge that damping put into B and D."""
+        return (self._lost - self.factor.ridge * _column_squares(self._errors)).clamp(min=0)
 
 
 def _round_static(rounding: _Rounding, codec: Codec, layout: Layout) -> list[list[Grid]]:
