@@ -107,6 +107,12 @@ def groups_divide(inventory: Inventory) -> Iterator[Objection]:
             yield Objection(linear.name, f"groups of {linear.group_rows} do not divide {linear.in_features} inputs")
 
 
+def whole_columns_at_four_bits(inventory: Inventory) -> Iterator[Objection]:
+    for linear in _gptq(inventory):
+        if linear.settings and linear.settings.bits == 4 and linear.group_rows >= linear.in_features:
+            yield Objection(linear.name, "4 bits in one group of all rows: wrong results on a CPU, untried on a GPU")
+
+
 def is_symmetric(inventory: Inventory) -> Iterator[Objection]:
     """By the word of the config, and by the zero points where those were looked at: Marlin never looks at them."""
     for linear in _gptq(inventory):

@@ -113,6 +113,11 @@ TRANSFORMERS = (
     HF_NAMES,
     Rule(asks.no_experts, "run: transformers 5.24 on Mixtral, Qwen2-MoE and Qwen3-MoE"),
     Rule(asks.groups_divide, "run: GPTQModel's kernels for CPUs, as transformers chooses them", caution=True),
+    Rule(
+        asks.whole_columns_at_four_bits,
+        "run: GPTQModel's 4-bit kernel for CPUs, as transformers 5.24 chooses it: off by 1e-2, asymmetric by 1.3",
+        caution=True,
+    ),
 )
 GPTQMODEL = (
     Rule(asks.has_settings, "source: GPTQModel, QuantizeConfig.from_pretrained"),
