@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 PAGE = 256
@@ -121,12 +122,7 @@ class ReferenceSteps:
     def kv_read(self, pages: Pages, slots: Tensor, dtype: torch.dtype) -> Tensor:
         page, row = slots // PAGE, slots % PAGE
         codes = pages.codes[page, :, row]
-        if pages.scales is None:
-            return codes.to(dtype)
-        if pages.bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-        groups = codes.to(torch.float32).unflatten(-1, (-1, GROUP)) - _half(pages.bits)
-        return (groups * pages.scales[page, :, row, :, None].to(torch.float32)).flatten(-2).to(dtype)
+        return codes.to(dtype) if pages.scales is None else decode(codes, pages.scales[page, :, row], pages.bits, dtype)
 
     def attend(
         self,
@@ -162,14 +158,39 @@ def write(pages: Pages, heads: Tensor, slots: Tensor) -> None:
     if pages.scales is None:
         pages.codes[page, :, row] = heads.to(pages.codes.dtype)
         return
-    half = _half(pages.bits)
-    groups = heads.to(torch.float32).unflatten(-1, (-1, GROUP))
+    pages.codes[page, :, row], pages.scales[page, :, row] = encode(heads, pages.bits)
+
+
+def encode(heads: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Rows `[..., head_dim]` in 8 or 4 bits: codes uint8 `[..., head_dim·bits/8]`, scales float16 `[..., groups]`.
+
+    The last group of a row is short where 32 does not divide head_dim. At 4 bits head_dim is even.
+    """
+    half, width = _half(bits), heads.shape[-1]
+    short = -width % GROUP
+    groups = F.pad(heads.to(torch.float32), (0, short)).unflatten(-1, (-1, GROUP))
     scales = (groups.abs().amax(dim=-1) / half).to(torch.float16)
     step = scales.to(torch.float32)[..., None]
     codes = torch.round(torch.where(step == 0, 0.0, groups / step) + half).clamp(0, 2 * half)
-    codes = codes.to(torch.uint8).flatten(-2)
-    pages.codes[page, :, row] = codes if pages.bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
-    pages.scales[page, :, row] = scales
+    codes = codes.to(torch.uint8).flatten(-2)[..., :width]
+    return (codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4), scales
+
+
+def decode(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """What `encode` stored: `[..., head_dim]` in `dtype`, rounded once."""
+    width = codes.shape[-1] * 8 // bits
+    numbers = torch.empty(*codes.shape[:-1], width, dtype=torch.float32, device=codes.device)
+    if bits == 4:
+        numbers[..., 0::2], numbers[..., 1::2] = codes & 15, codes >> 4
+    else:
+        numbers.copy_(codes)
+    numbers -= _half(bits)
+    whole = width - width % GROUP
+    wide = scales.to(torch.float32)
+    numbers[..., :whole].unflatten(-1, (-1, GROUP)).mul_(wide[..., : whole // GROUP, None])
+    if whole != width:
+        numbers[..., whole:] *= wide[..., -1:]
+    return numbers.to(dtype)
 
 
 def _half(bits: int) -> float:

@@ -22,15 +22,23 @@ PIECE = 512  # queries at a time where a mask is needed
 
 
 class Cache(Protocol):
-    """Keys and values of past positions; see `runtime.cache`."""
+    """The past of the texts whose next tokens a forward pass reads; see `runtime.cache`.
 
-    length: int
+    A pass calls `begin` once, `attend` once in each layer, `advance` at its end.
+    """
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores `[b, kv_heads, s, d]` of one layer and returns all positions so far."""
+    def begin(self, count: int) -> tuple[Tensor, Tensor]:
+        """Makes room for `count` tokens in each row of ids. Returns int64 `[rows, count]` twice: the position of each
+        token, and how long the text that it belongs to is known to be."""
 
-    def advance(self, positions: int) -> None:
-        """Makes what every layer has appended part of the past."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, cap: float | None
+    ) -> Tensor:
+        """Stores k and v `[b, kv_heads, s, d]` of the new tokens, and returns what each query `[b, heads, s, d]` finds
+        in its own text up to itself. Words are those of `attend`."""
+
+    def advance(self) -> None:
+        """Makes what every layer has stored part of the past."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +61,10 @@ class Attention:
         if self.norms:
             q, k = self.norms["q"](q), self.norms["k"](k)
         q, k = (rotary.turn(self.rope, part).to(v.dtype) for part in (q, k))
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-            k, v = k.to(q.dtype), v.to(q.dtype)
-        mixed = attend(q, k, v, scale=self.scale, window=self.window, cap=self.cap)
+        if cache is None:
+            mixed = attend(q, k, v, scale=self.scale, window=self.window, cap=self.cap)
+        else:
+            mixed = cache.attend(self.layer, q, k, v, scale=self.scale, window=self.window, cap=self.cap)
         (out,) = self.output(mixed.transpose(1, 2).flatten(2), observe)
         return out
 
@@ -66,7 +74,14 @@ class Attention:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, cap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: int = 0,
 ) -> Tensor:
     """Causal attention of the last `s` of `t` positions, `[b, heads, s, d]`.
 
@@ -74,31 +89,32 @@ def attend(
     k, v    [b, kv_heads, t, d]; head h reads key-value head h // (heads / kv_heads)
     window  positions a query sees, its own included; None for all before it
     cap     scores become `cap · tanh(score / cap)` (Gemma 2 report, section 2)
+    sinks   first positions that every later query sees beside its window (Xiao et al. 2023, section 3)
     """
     queries, positions = q.shape[2], k.shape[2]
-    if window is not None and window >= positions:
+    if window is not None and window + sinks >= positions:
         window = None
     if cap is None and window is None and queries in (1, positions):
         return _fused(q, k, v, scale, is_causal=queries > 1)
     pieces = [
-        _attend_piece(q[:, :, start : start + PIECE], k, v, positions - queries + start, scale, window, cap)
+        _attend_piece(q[:, :, start : start + PIECE], k, v, positions - queries + start, scale, window, cap, sinks)
         for start in range(0, queries, PIECE)
     ]
     return torch.cat(pieces, dim=2)
 
 
 def _attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, cap: float | None
+    q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, cap: float | None, sinks: int
 ) -> Tensor:
     """Queries from position `first` on, against the keys that any of them sees."""
     end = first + q.shape[2]
-    start = 0 if window is None else max(0, first + 1 - window)
+    start = 0 if window is None or sinks else max(0, first + 1 - window)
     k, v = k[:, :, start:end], v[:, :, start:end]
     query = torch.arange(first, end, device=q.device)[:, None]
     key = torch.arange(start, end, device=q.device)[None, :]
     seen = key <= query
     if window is not None:
-        seen &= key > query - window
+        seen &= (key > query - window) | (key < sinks)
     if cap is None:
         return _fused(q, k, v, scale, seen)
     return _capped(q, k, v, scale, cap, seen)

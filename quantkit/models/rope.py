@@ -167,17 +167,17 @@ class Rotary:
     tables: Mapping[Rope, tuple[Tensor, Tensor]]
 
     @classmethod
-    def at(cls, ropes: tuple[Rope, ...], positions: Tensor, length: int | None = None) -> "Rotary":
-        """Tables for positions `[rows, s]`. `length` overrides how long the text of every row is taken to be."""
+    def at(cls, ropes: tuple[Rope, ...], positions: Tensor, length: int | Tensor | None = None) -> "Rotary":
+        """Tables for positions `[rows, s]`. `length` overrides how long the text of every row is taken to be, or of
+        every token where it is a tensor `[rows, s]`: tokens of several texts may stand in one row."""
         angle = positions.to(torch.float32)[..., None]
         tables = {}
         for rope in dict.fromkeys(ropes):
-            if length is None and rope.depends_on_length:
-                lengths = (positions.amax(dim=1) + 1).tolist()
+            if not rope.depends_on_length:
+                frequencies = rope.frequencies(1).to(positions.device)
             else:
-                lengths = [length or 1]
-            frequencies = torch.stack([rope.frequencies(known) for known in lengths]).to(positions.device)
-            angles = angle * frequencies[:, None, :]
+                frequencies = _frequencies(rope, _lengths(positions, length)).to(positions.device)
+            angles = angle * frequencies
             tables[rope] = (angles.cos() * rope.table_factor, angles.sin() * rope.table_factor)
         return cls(tables)
 
@@ -188,6 +188,19 @@ class Rotary:
         half = rope.dim // 2
         first, second, rest = x[..., :half], x[..., half : rope.dim], x[..., rope.dim :]
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def _lengths(positions: Tensor, length: int | Tensor | None) -> Tensor:
+    """int64 `[rows, 1]` or `[rows, s]`."""
+    if isinstance(length, Tensor):
+        return length
+    return positions.amax(dim=1, keepdim=True) + 1 if length is None else torch.tensor([[length]])
+
+
+def _frequencies(rope: Rope, lengths: Tensor) -> Tensor:
+    """float32 `[rows, 1 or s, dim/2]`, worked out once for each length."""
+    known, which = lengths.cpu().unique(return_inverse=True)
+    return torch.stack([rope.frequencies(one) for one in known.tolist()])[which]
 
 
 def _plain(theta: float, dim: int) -> Tensor:

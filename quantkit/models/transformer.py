@@ -122,12 +122,17 @@ class Model:
         cache: Cache | None = None,
         last_only: bool = False,
         length: int | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """int64 ids `[b, s]` → float32 logits `[b, s, vocab]`, or `[b, 1, vocab]` of the last position only.
 
-        Arguments and errors are those of `hidden`.
+        wanted  int64 [n]: the tokens of each row whose logits are asked for, `[b, n, vocab]`
+
+        Other arguments and errors are those of `hidden`.
         """
         hidden = self.hidden(ids, positions, cache, length)
+        if wanted is not None:
+            hidden = hidden[:, wanted.to(hidden.device)]
         return self.head(hidden[:, -1:] if last_only else hidden)
 
     __call__ = forward
@@ -142,23 +147,28 @@ class Model:
         """int64 ids `[b, s]` → the residual stream behind the last block, float32 `[b, s, hidden]`: what `head` reads.
 
         positions  int64 [b or 1, s]; by default those that follow the cache
-        cache      keys and values of the past, to which these positions are added
+        cache      keys and values of the past, to which these positions are added; a batch of several texts has their
+                   tokens side by side in one row
         length     positions of the whole text where it is known to be longer than what is read so far; see `rope`
 
-        Raises RequestError for ids of another shape or outside the vocabulary.
+        Raises RequestError for ids of another shape or outside the vocabulary, and where the cache has no room.
         """
         if ids.dim() != 2:
             raise RequestError(f"expected token ids of shape [batch, positions], found {list(ids.shape)}")
         ids = ids.to(self.device)
-        past = 0 if cache is None else cache.length
-        if positions is None:
-            positions = torch.arange(past, past + ids.shape[1], device=self.device)[None]
-        rotary = Rotary.at(self.config.ropes, positions.to(self.device), length)
+        lengths: int | Tensor | None = length
         hidden = self.embedding(ids)
+        if cache is not None:
+            following, known = cache.begin(ids.shape[1])
+            if positions is None:
+                positions, lengths = following, known if length is None else length
+        elif positions is None:
+            positions = torch.arange(ids.shape[1])[None]
+        rotary = Rotary.at(self.config.ropes, positions.to(self.device), lengths)
         for block in self.blocks:
             hidden = block.forward(hidden, rotary, cache)
         if cache is not None:
-            cache.advance(ids.shape[1])
+            cache.advance()
         return hidden
 
     def must_restart(self, cached: int, length: int) -> bool:

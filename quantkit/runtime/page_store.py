@@ -1,0 +1,102 @@
+"""PageStore: the memory of one tier of the cache, whole pages for all layers, and which of its pages are free.
+
+A page is 256 positions of one sequence in all layers. Pages of a head lie side by side, so that pages which are
+neighbours in memory are read as one stretch, without a copy.
+"""
+
+import torch
+
+from quantkit.errors import RequestError
+from quantkit.kernels.steps import PAGE
+from quantkit.runtime.cache_format import CacheFormat, Rows, Side
+
+
+class PageStore:
+    """`pages` pages on `device`. Positions are counted through all pages: row r of page p is 256 p + r.
+
+    Raises RequestError where there is no memory for it.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        pages: int,
+        form: CacheFormat,
+        device: str | torch.device,
+        pinned: bool = False,
+    ) -> None:
+        self.pages = pages
+        self.device = torch.device(device)
+        self.size_bytes = layers * kv_heads * pages * PAGE * form.row_bytes
+        try:
+            self._sides = tuple(
+                _empty(side, (layers, kv_heads, pages * PAGE), self.device, pinned) for side in (form.keys, form.values)
+            )
+        except (RuntimeError, TypeError) as error:  # TypeError: a number beyond 64 bits
+            raise RequestError(
+                f"a cache of {pages * PAGE} positions needs {self.size_bytes / 2**30:,.1f} GiB, "
+                "which are not to be had",
+                hint="use a smaller `--max-new-tokens`, or `--kv q4_0`",
+            ) from error
+        self._free = set(range(pages))  # after the memory was had: an absurd number has no place here either
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int, after: int | None = None) -> list[int]:
+        """`count` pages, neighbours where there are so many, the first one next to page `after` if that is free."""
+        assert count <= len(self._free)
+        first = self._start(count, after)
+        run = [page for page in range(first, min(first + count, self.pages)) if page in self._free]
+        taken = run + sorted(self._free - set(run))[: count - len(run)]
+        self._free.difference_update(taken)
+        return taken
+
+    def give(self, page: int) -> None:
+        assert page not in self._free
+        self._free.add(page)
+
+    def put(self, layer: int, position: int, keys: Rows, values: Rows) -> None:
+        """Stores rows from `position` on."""
+        for side, rows in zip(self._sides, (keys, values), strict=True):
+            end = position + rows.codes.shape[1]
+            side.codes[layer, :, position:end] = rows.codes
+            if side.scales is not None:
+                side.scales[layer, :, position:end] = rows.scales
+
+    def get(self, layer: int, position: int, count: int) -> tuple[Rows, Rows]:
+        """Keys and values of `count` rows from `position` on: views, which hold until something is put there."""
+        part = slice(position, position + count)
+        keys, values = (
+            Rows(side.codes[layer, :, part], None if side.scales is None else side.scales[layer, :, part])
+            for side in self._sides
+        )
+        return keys, values
+
+    def copy(self, page: int, source: "PageStore", source_page: int) -> None:
+        """A whole page, all layers, from another tier or from this one."""
+        here, there = slice(page * PAGE, (page + 1) * PAGE), slice(source_page * PAGE, (source_page + 1) * PAGE)
+        for side, other in zip(self._sides, source._sides, strict=True):
+            side.codes[:, :, here] = other.codes[:, :, there]
+            if side.scales is not None and other.scales is not None:
+                side.scales[:, :, here] = other.scales[:, :, there]
+
+    def _start(self, count: int, after: int | None) -> int:
+        """Where to begin: beside `after`, at the lowest run of `count` free pages, or at the lowest free page."""
+        if after is not None and after + 1 in self._free:
+            return after + 1
+        free = sorted(self._free)
+        for index in range(len(free) - count + 1):
+            if free[index + count - 1] - free[index] == count - 1:
+                return free[index]
+        return free[0] if free else 0
+
+
+def _empty(side: Side, shape: tuple[int, int, int], device: torch.device, pinned: bool) -> Rows:
+    """Zeros: a row that was never written shows as one."""
+    codes = torch.zeros(*shape, side.width, dtype=side.dtype, device=device, pin_memory=pinned)
+    if not side.groups:
+        return Rows(codes, None)
+    return Rows(codes, torch.zeros(*shape, side.groups, dtype=torch.float16, device=device, pin_memory=pinned))
