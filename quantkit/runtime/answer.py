@@ -9,14 +9,15 @@ A token whose text may begin a banned string waits together with its logits. Whe
 goes back to the token it began with, rules that one out there, and chooses again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from quantkit.runtime.acceptance import Guess, certain, settle
 from quantkit.runtime.request import Delta, Request
-from quantkit.runtime.sampler import Sampling, choose
+from quantkit.runtime.sampler import Sampling, choose, distribution
 from quantkit.runtime.stops import StopStrings, beginning_of, first_of
 from quantkit.runtime.tokenizer import Tokenizer, TokenStream
 
@@ -43,33 +44,33 @@ class Answer:
         self.request = request
         self.ids = list(request.ids)
         self.finish_reason: str | None = None
-        self._prompt = len(self.ids)
-        self._random = torch.Generator().manual_seed(request.seed)
+        self.prompt_tokens = len(self.ids)
+        self.random = torch.Generator().manual_seed(request.seed)
         self._text = tokenizer.stream()
         self._stops = StopStrings(request.stops)
         self._waiting: list[_Waiting] = []
         self._attempts = 0
 
-    @property
-    def sampling(self) -> Sampling:
-        """How the next token is chosen."""
+    def sampling_after(self, ids: Sequence[int]) -> Sampling:
+        """How the token is chosen that follows `ids`, prompt and answer."""
         chosen = self.request.sampling
-        return chosen if isinstance(chosen, Sampling) else chosen(self.ids[self._prompt :])
+        return chosen if isinstance(chosen, Sampling) else chosen(ids[self.prompt_tokens :])
 
     @property
     def left(self) -> int:
         """How many tokens may still come."""
-        return self.request.max_new_tokens - (len(self.ids) - self._prompt)
+        return self.request.max_new_tokens - (len(self.ids) - self.prompt_tokens)
 
-    def advance(self, logits: Tensor) -> list[Delta]:
+    def advance(self, logits: Tensor, guess: Guess | None = None) -> list[Delta]:
         """The next token, chosen from float32 logits [vocab]: the deltas that are certain now, often one, perhaps none.
 
-        Raises GateError when a logit is not a finite number.
+        With a `guess` it is as often that token as can be without being drawn from another distribution. Raises
+        GateError when a logit is not a finite number.
         """
         ruled_out: frozenset[int] = frozenset()
         while True:
-            seen = torch.tensor(self.ids)
-            token = choose(logits, seen, self.sampling, self._random, self._prompt, ruled_out)
+            token = self._choose(logits, guess, ruled_out)
+            guess = None
             end = self._append(token, logits, ruled_out)
             clash = first_of(self.request.banned, self._waiting_text)
             if clash is None:
@@ -78,6 +79,14 @@ class Answer:
             self._attempts += 1
             if self._attempts == ATTEMPTS or len(ruled_out) == logits.shape[0]:
                 return self._give_up(token, logits)
+
+    def _choose(self, logits: Tensor, guess: Guess | None, ruled_out: frozenset[int]) -> int:
+        seen, sampling = torch.tensor(self.ids), self.sampling_after(self.ids)
+        if guess is None or sampling.greedy:
+            return choose(logits, seen, sampling, self.random, self.prompt_tokens, ruled_out)
+        chances = distribution(logits, seen, sampling, self.prompt_tokens)
+        drawn_from = certain(guess.token, len(chances)) if guess.chances is None else guess.chances
+        return int(settle(chances[None], torch.tensor([guess.token]), drawn_from[None], self.random))
 
     def _append(self, token: int, logits: Tensor, ruled_out: frozenset[int]) -> str | None:
         """Take a token in; the reason if it is the last one."""

@@ -14,21 +14,31 @@ from quantkit.models.transformer import Model
 from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.answer import Answer
 from quantkit.runtime.cache import KVCache
-from quantkit.runtime.finite import locate
+from quantkit.runtime.drafts import Draft
 from quantkit.runtime.request import Completion, Delta, Request, check
+from quantkit.runtime.running import Running, step
 from quantkit.runtime.tokenizer import Tokenizer
 
 WARM_UP_ROWS = 64
 """More rows than any kernel treats one by one."""
 
+PROMPT_PIECE = 2048
+"""Tokens of a prompt that go through the model at once: memory for activations does not grow beyond them."""
+
 
 class Generator:
-    """A model with its tokenizer. Every request gets its own cache, of `cache_tokens` positions or of what it needs."""
+    """A model with its tokenizer. Every request gets its own cache, of `cache_tokens` positions or of what it needs.
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, cache_tokens: int | None = None) -> None:
+    draft  guesses at tokens, which the model then checks several at once; it changes speed, not what comes
+    """
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, cache_tokens: int | None = None, draft: Draft | None = None
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.cache_tokens = cache_tokens
+        self.draft = draft
         self._adapted: dict[str, Model] = {}
 
     def stream(self, request: Request) -> Iterator[Delta]:
@@ -37,9 +47,7 @@ class Generator:
         Raises RequestError for a request that does not fit, CheckpointError for adapters that do not, GateError if the
         model's logits are no finite numbers.
         """
-        capacity = check(request, self.model.config, self.cache_tokens)
-        request.adapters.check(self.model.config, self.model.architecture, self.tokenizer.folder)
-        return self._steps(request, KVCache(self.model.config, 1, capacity, self.model.dtype, self.model.device))
+        return self._steps(self._start(request))
 
     @torch.inference_mode()
     def warm_up(self, request: Request) -> None:
@@ -59,24 +67,26 @@ class Generator:
         """The whole answer, with timings."""
         deltas: list[Delta] = []
         start = first = time.perf_counter()
-        for delta in self.stream(request):
+        running = self._start(request)
+        for delta in self._steps(running):
             if not deltas:
                 first = time.perf_counter()
             deltas.append(delta)
         end = time.perf_counter()
-        return Completion(tuple(deltas), len(request.ids), first - start, end - first)
+        tally = running.tally if self.draft else None
+        return Completion(tuple(deltas), len(request.ids), first - start, end - first, tally)
 
-    def _steps(self, request: Request, cache: KVCache) -> Iterator[Delta]:
-        answer, model = Answer(request, self.tokenizer), self.adapted(request.adapters)
-        while answer.finish_reason is None:
-            yield from self._step(model, answer, cache)
+    def _start(self, request: Request) -> Running:
+        """Everything that can be refused is refused here."""
+        model = self.model
+        capacity = check(request, model.config, self.cache_tokens)
+        request.adapters.check(model.config, model.architecture, self.tokenizer.folder)
+        cache = KVCache(model.config, 1, capacity, model.dtype, model.device)
+        drafting = self.draft.begin(capacity, model.config.vocab_size) if self.draft else None
+        return Running(Answer(request, self.tokenizer), cache.sequences[0], drafting)
 
-    @torch.inference_mode()
-    def _step(self, model: Model, answer: Answer, cache: KVCache) -> list[Delta]:
-        """Feed what the cache does not have yet; the deltas that follow."""
-        known = min(cache.length, len(answer.ids) - 1)
-        if model.must_restart(cache.length, len(answer.ids)):
-            known = 0
-        cache.truncate(known)
-        logits = model.forward(torch.tensor([answer.ids[known:]]), cache=cache, last_only=True)[0, -1]
-        return locate(model, torch.tensor([answer.ids]), lambda: answer.advance(logits))
+    def _steps(self, running: Running) -> Iterator[Delta]:
+        model = self.adapted(running.answer.request.adapters)
+        while running.answer.finish_reason is None:
+            (deltas,) = step(model, running.sequence.pool, [(running, PROMPT_PIECE)])
+            yield from deltas

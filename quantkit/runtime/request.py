@@ -76,18 +76,48 @@ class Request:
         require_text("--ban", self.banned)
 
 
+@dataclass(slots=True)
+class Tally:
+    """What guesses were worth.
+
+    passes    of the model that gave at least one token
+    tokens    that they gave
+    checked   passes with guesses among them
+    guessed   tokens that were guessed
+    accepted  of these
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    checked: int = 0
+    guessed: int = 0
+    accepted: int = 0
+
+    @property
+    def accepted_length(self) -> float:
+        """Guesses accepted in a pass that had some."""
+        return self.accepted / self.checked if self.checked else 0.0
+
+    @property
+    def passes_saved(self) -> int:
+        """Passes that the same tokens would have taken one by one, less those it took."""
+        return self.tokens - self.passes
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished answer, as the callbacks let it through. `token_ids` ends with the stop id if one came.
 
     prefill_seconds   from the start to the first token
     decode_seconds    from the first token to the last
+    tally             what guesses were worth, where there was a draft
     """
 
     deltas: tuple[Delta, ...]
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    tally: Tally | None = None
 
     @property
     def text(self) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UsageError
+from quantkit.runtime.acceptance import certain
 from quantkit.runtime.finite import require_finite
 
 GREEDY_BELOW = 1e-3
@@ -86,9 +87,7 @@ def distribution(
     """The probability that `choose` gives each token, float64 [vocab] on the CPU; arguments as there."""
     scores = _penalized(logits, seen, sampling, prompt, ruled_out)
     if sampling.greedy:
-        certain = torch.zeros(logits.shape[0], dtype=torch.float64)
-        certain[int(scores.argmax())] = 1.0
-        return certain
+        return certain(int(scores.argmax()), logits.shape[0])
     return _shaped(scores, sampling).softmax(0)
 
 

@@ -108,6 +108,10 @@ class Tokenizer:
         known = 0 <= index < self.vocab_size  # the library takes 32 bits
         return (self._library.id_to_token(index) if known else None) or str(index)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id."""
+        return dict(self._library.get_vocab(with_added_tokens=True))
+
     def id_of(self, token: str) -> int | None:
         """The id of one token, as the vocabulary spells it or as a number; None where there is no such token."""
         index = self._library.token_to_id(token)

@@ -1,0 +1,117 @@
+"""Running: an answer with its place in the cache, and the pass of the model that takes one or many of them further.
+
+    running = Running(Answer(request, tokenizer), CacheSequence(pool))
+    while running.answer.finish_reason is None:
+        (deltas,) = step(model, pool, [(running, 2048)])
+
+What the cache lacks is fed: a piece of the prompt, one new token, or that and a few guesses at what follows it, which
+are then checked all at once. Alone or in a batch, with guesses or without, it is this pass.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit.models.transformer import Model
+from quantkit.runtime.acceptance import Guess
+from quantkit.runtime.answer import Answer
+from quantkit.runtime.cache import CacheView
+from quantkit.runtime.cache_sequence import CacheSequence
+from quantkit.runtime.drafts import Drafting
+from quantkit.runtime.finite import locate
+from quantkit.runtime.page_pool import PagePool
+from quantkit.runtime.request import Delta, Tally
+
+
+class Running:
+    """One request under way. `fed` counts the tokens that the model has read for it, guesses and repetitions too."""
+
+    def __init__(self, answer: Answer, sequence: CacheSequence, drafting: Drafting | None = None) -> None:
+        self.answer = answer
+        self.sequence = sequence
+        self.tally = Tally()
+        self.fed = 0
+        self._drafting = drafting
+        self._guesses: list[Guess] = []
+        self._complete = False
+
+    @property
+    def lacking(self) -> int:
+        """Tokens of the text that the cache does not have yet; what is chosen next needs them all."""
+        return len(self.answer.ids) - min(self.sequence.length, len(self.answer.ids) - 1)
+
+    def feed(self, model: Model, most: int) -> list[int]:
+        """The tokens of the next pass, at most so many."""
+        ids, sequence = self.answer.ids, self.sequence
+        restart = model.must_restart(sequence.length, len(ids))
+        sequence.truncate(0 if restart else min(sequence.length, len(ids) - 1))
+        sequence.known = len(ids)
+        tokens = ids[sequence.length : sequence.length + most]
+        self._complete = sequence.length + len(tokens) == len(ids)
+        self._guesses = self._guess(model, most - len(tokens)) if self._complete else []
+        self.fed += len(tokens) + len(self._guesses)
+        return tokens + [guess.token for guess in self._guesses]
+
+    @property
+    def wanted(self) -> int:
+        """The last so many of the tokens fed are those whose logits are wanted."""
+        return 1 + len(self._guesses) if self._complete else 0
+
+    def take(self, logits: Tensor) -> list[Delta]:
+        """What comes of logits `[wanted, vocab]`: the guesses that stand, and one token that the model adds to them."""
+        deltas: list[Delta] = []
+        answer, tally = self.answer, self.tally
+        if not self._complete:
+            return deltas
+        tally.passes += 1
+        tally.checked += bool(self._guesses)
+        tally.guessed += len(self._guesses)
+        for row, guess in zip(logits, [*self._guesses, None], strict=True):
+            before = len(answer.ids)
+            deltas += answer.advance(row, guess)
+            tally.tokens += len(answer.ids) > before
+            stands = guess is not None and len(answer.ids) == before + 1 and answer.ids[-1] == guess.token
+            tally.accepted += stands
+            if answer.finish_reason is not None or not stands:
+                break
+        return deltas
+
+    def _guess(self, model: Model, room: int) -> list[Guess]:
+        """None where what is read now would change the rotation of what is read later: the guesses must not matter."""
+        most = min(room, self.answer.left - 1)
+        if self._drafting is None or most < 1:
+            return []
+        known = len(self.answer.ids)
+        for rope in set(model.config.ropes):
+            if rope.depends_on_length and not torch.equal(rope.frequencies(known), rope.frequencies(known + most)):
+                return []
+        return self._drafting.guess(self.answer, most)
+
+
+@torch.inference_mode()
+def step(model: Model, pool: PagePool, parts: Sequence[tuple[Running, int]]) -> list[list[Delta]]:
+    """One pass of the model over at most so many tokens of each; the deltas of each.
+
+    Raises CacheFull when the pool has too few pages, and GateError for logits that are no finite numbers.
+    """
+    fed = [running.feed(model, most) for running, most in parts]
+    counts = [len(tokens) for tokens in fed]
+    view = CacheView(pool, [running.sequence for running, _ in parts], counts)
+    ids = torch.tensor([[token for tokens in fed for token in tokens]])
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    wanted = [running.wanted for running, _ in parts]
+    rows = [column for end, count in zip(ends, wanted, strict=True) for column in range(end - count, end)]
+    if not rows:
+        model.hidden(ids, cache=view)
+        return [[] for _ in parts]
+    logits = model.forward(ids, cache=view, wanted=torch.tensor(rows))[0]
+    deltas = []
+    for (running, _), mine in zip(parts, logits.split(wanted), strict=True):
+        deltas.append(_located(model, running, mine))
+    return deltas
+
+
+def _located(model: Model, running: Running, logits: Tensor) -> list[Delta]:
+    text = torch.tensor([running.answer.ids])
+    return locate(model, text, lambda: running.take(logits))
