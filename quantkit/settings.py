@@ -24,6 +24,7 @@ class QuantizeSettings:
     skip: tuple[str, ...] = ()
     lm_head: bool = False
     untie_head: bool = False
+    rotate: bool = False
     route_all: bool = False
     hessian_dtype: str = "fp32"
     effort: str = "default"
@@ -51,6 +52,7 @@ class MeasureSettings:
 
     model: str
     out: Path
+    rotate: bool = False
     calibration: str = "bundled"
     samples: int = 128
     length: int = 512
@@ -178,6 +180,8 @@ class GenerateSettings:
     banned: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
     merge_lora: bool = False
+    draft: str | None = None
+    draft_tokens: int = 4
     ignore_eos: bool = False
     device: str = "auto"
     dtype: str = "auto"

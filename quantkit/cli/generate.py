@@ -67,6 +67,15 @@ def generate(
     merge_lora: Annotated[
         bool, typer.Option("--merge-lora", help="Merge the adapters into the weights of a dense model at load.")
     ] = False,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft", metavar="DIR|ngram", help="Guess tokens by a smaller model, or by what the text said before."
+        ),
+    ] = None,
+    draft_tokens: Annotated[
+        int, typer.Option("--draft-tokens", help="Tokens guessed at a time, which one pass then checks.", min=1, max=64)
+    ] = 4,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[
@@ -95,6 +104,8 @@ def generate(
         banned=tuple(ban or ()),
         loras=tuple(lora or ()),
         merge_lora=merge_lora,
+        draft=draft,
+        draft_tokens=draft_tokens,
         ignore_eos=ignore_eos,
         device=device,
         dtype=dtype,

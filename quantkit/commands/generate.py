@@ -10,18 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.adapter import open_weighted
-from quantkit.checkpoint.merged import merge
-from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.errors import RequestError, UsageError
+from quantkit.commands.generate_setup import Setup, prompt_ids
 from quantkit.progress import Progress, Tqdm
-from quantkit.runtime.adapters import AdapterSet
-from quantkit.runtime.generator import Generator
-from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
-from quantkit.runtime.request import Completion, Delta, Request, check
-from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.runtime.request import Completion, Delta, Tally
 from quantkit.settings import GenerateSettings
 
 
@@ -42,6 +34,7 @@ class GenerateReport:
             ["prompt", f"{done.prompt_tokens} tokens, {done.prefill_tokens_per_second:.1f}/s"],
             ["answer", f"{len(done.token_ids)} tokens" + ("" if decode is None else f", {decode:.1f}/s")],
             ["ended by", done.finish_reason if done.stop is None else f"{done.finish_reason}, at `{done.stop}`"],
+            *_drafted(done.tally),
             ["loaded in", f"{self.load_seconds:.1f} s"],
             ["ran on", f"{self.placement.device}, {self.placement.dtype_name}, backend {self.placement.backend}"],
         ]
@@ -58,6 +51,7 @@ class GenerateReport:
             "prompt_tokens": done.prompt_tokens,
             "prefill_tokens_per_second": done.prefill_tokens_per_second,
             "decode_tokens_per_second": done.decode_tokens_per_second,
+            "draft": None if done.tally is None else done.tally.as_json(),
             "load_seconds": self.load_seconds,
             "dtype": self.placement.dtype_name,
             "device": self.placement.device,
@@ -89,99 +83,26 @@ def run(
     Raises UsageError for settings, CheckpointError for the model's files, RequestError for a prompt that cannot be
     served, GateError when the model's logits are no finite numbers.
     """
-    sampling = Sampling(
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-        typical_p=settings.typical_p,
-        repetition_penalty=settings.repetition_penalty,
-        frequency_penalty=settings.frequency_penalty,
-        presence_penalty=settings.presence_penalty,
-    )
-    placement = Placement.choose(settings.device, settings.dtype)
     start = time.perf_counter()
-    checkpoint = open_checkpoint(settings.model)
-    folder = checkpoint.path
-    tokenizer = Tokenizer.open(folder)
-    adapters = [open_weighted(text, ":", "--lora") for text in settings.loras]
-    if settings.merge_lora and not adapters:
-        raise UsageError("`--merge-lora` without `--lora`", hint="--lora DIR --merge-lora")
-    if settings.merge_lora:
-        merge(checkpoint, adapters)
+    setup = Setup.open(settings)
 
     def show(delta: Delta) -> Delta:
         return delta if on_text(delta.text) else delta.ending()
 
-    request = Request(
-        ids=_prompt_ids(settings, tokenizer),
-        max_new_tokens=settings.max_new_tokens,
-        sampling=sampling,
-        seed=settings.seed,
-        stop_ids=_stop_ids(settings, tokenizer),
-        stops=settings.stops,
-        banned=settings.banned,
-        callbacks=(show,),
-        adapters=AdapterSet() if settings.merge_lora else AdapterSet.of(adapters),
-    )
-    check(request, checkpoint.model_config)
-    request.adapters.check(checkpoint.model_config, checkpoint.architecture, folder)
-    merged = adapters if settings.merge_lora else ()
-    generator = Generator(load_model(checkpoint, placement.device, placement.dtype, merged), tokenizer)
+    request = setup.request(prompt_ids(settings, setup.tokenizer), (show,))
+    generator = setup.load()
     generator.warm_up(request)
     load_seconds = time.perf_counter() - start
-    for note in checkpoint.notes:
+    for note in setup.checkpoint.notes:
         progress.say(note)
-    if not tokenizer.eos_ids and not settings.ignore_eos:
+    if not setup.tokenizer.eos_ids and not settings.ignore_eos:
+        folder = setup.checkpoint.path
         progress.say(f"`{folder}` names no end-of-text token: generating all {settings.max_new_tokens} tokens")
-    completion = generator.run(request)
-    return GenerateReport(settings.model, completion, load_seconds, placement)
+    return GenerateReport(settings.model, generator.run(request), load_seconds, setup.placement)
 
 
-def _prompt_ids(settings: GenerateSettings, tokenizer: Tokenizer) -> list[int]:
-    """The prompt as ids: text with what the tokenizer puts around one, or a chat of one message."""
-    given = [
-        name
-        for name, value in (
-            ("--prompt", settings.prompt),
-            ("--chat", settings.chat),
-            ("--prompt-file", settings.prompt_file),
-        )
-        if value is not None
-    ]
-    if len(given) != 1:
-        raise UsageError(
-            f"{' and '.join(given) or 'no prompt'} given, expected one of `--prompt`, `--chat` and `--prompt-file`",
-            hint='--prompt "Once upon a time"',
-        )
-    if settings.chat is not None:
-        return tokenizer.chat([{"role": "user", "content": settings.chat}])
-    text = settings.prompt if settings.prompt_file is None else _read(settings.prompt_file)
-    return tokenizer.encode(text or "", special=True)
-
-
-def _stop_ids(settings: GenerateSettings, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids that end the answer: end of text, those asked for, and special tokens spelled out as stop strings."""
-    ids = set() if settings.ignore_eos else set(tokenizer.eos_ids)
-    for token in settings.stop_tokens:
-        index = tokenizer.id_of(token)
-        if index is None:
-            raise RequestError(
-                f"the vocabulary of `{settings.model}` has no token `{token}`",
-                hint="spell it as tokenizer.json does, give its number, or use `--stop` for a text",
-            )
-        ids.add(index)
-    spelled = [tokenizer.encode(text) for text in settings.stops]
-    return frozenset(ids | {found[0] for found in spelled if len(found) == 1 and found[0] in tokenizer.special_ids})
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"`{file}` is not UTF-8 text: byte {error.start} cannot be decoded",
-            hint=f"iconv -t UTF-8 -o prompt.txt {file.name}",
-        ) from error
-    except OSError as error:
-        raise RequestError(f"`{file}` cannot be read: {error.strerror}", hint="check `--prompt-file`") from error
+def _drafted(tally: Tally | None) -> list[list[str]]:
+    if tally is None:
+        return []
+    told = f"{tally.accepted} of {tally.guessed} guesses stood, {tally.accepted_length:.2f} at a time; "
+    return [["draft", told + f"{tally.passes} passes of the model for {tally.tokens} tokens"]]

@@ -103,6 +103,15 @@ class Tally:
         """Passes that the same tokens would have taken one by one, less those it took."""
         return self.tokens - self.passes
 
+    def as_json(self) -> dict[str, int | float]:
+        return {
+            "passes": self.passes,
+            "passes_saved": self.passes_saved,
+            "guessed_tokens": self.guessed,
+            "accepted_tokens": self.accepted,
+            "accepted_length": self.accepted_length,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -23,6 +23,7 @@ def test_json_is_one_object_and_nothing_else_is_on_stdout(folder, capsys):
         "log_probabilities",
         "finish_reason",
         "stop",
+        "draft",
         "prompt_tokens",
         "prefill_tokens_per_second",
         "decode_tokens_per_second",
@@ -64,6 +65,7 @@ def test_every_option_reaches_the_request(folder, tmp_path, capsys):
         assert len(set(penalised)) == len(penalised)
     assert ids("--temperature", "5", "--seed", "7", "--typical-p", "0") != wild
     assert ids("--stop-token", str(greedy[4])) == greedy[: greedy.index(greedy[4]) + 1]
+    assert ids("--draft", "ngram") == ids("--draft", folder, "--draft-tokens", "2") == greedy
     write_adapter(tmp_path / "a", {"model.layers.0.mlp.up_proj": (128, 64, 8)})
     adapted = ids("--lora", f"{tmp_path / 'a'}:-2")
     assert greedy != adapted == ids("--lora", f"{tmp_path / 'a'}:-2", "--merge-lora")
@@ -78,6 +80,7 @@ def test_every_option_reaches_the_request(folder, tmp_path, capsys):
         ([], 2, "no prompt given"),
         (["--prompt", "a", "--chat", "b"], 2, "--prompt and --chat given"),
         (["--prompt", "a", "--max-new-tokens", "0"], 2, "invalid value for '--max-new-tokens'"),
+        (["--prompt", "a", "--draft-tokens", "0"], 2, "invalid value for '--draft-tokens'"),
         (["--prompt", "a", "--top-p", "2"], 2, "`--top-p` is 2.0"),
         (["--prompt", "a", "--max-new-tokens", "256"], 16, "1 prompt tokens and 256 new ones need 257 positions"),
         (["--prompt", ""], 16, "the prompt is empty"),

@@ -156,6 +156,25 @@ def test_adapters_on_the_fly_and_merged(folder, tmp_path):
         answer(folder, merge_lora=True)
 
 
+def test_drafts_change_the_passes_and_not_the_text(folder, tmp_path):
+    plain = answer(folder, max_new_tokens=30)
+    assert plain.as_json()["draft"] is None
+    for draft in (str(folder), "ngram"):
+        report = answer(folder, max_new_tokens=30, draft=draft, draft_tokens=3)
+        assert report.completion.token_ids == plain.completion.token_ids
+        told = json.loads(json.dumps(report.as_json()))["draft"]
+        assert told["passes"] + told["passes_saved"] == 30 and told["accepted_tokens"] <= told["guessed_tokens"]
+        assert f"{told['passes']} passes of the model for 30 tokens" in dict(report.rows())["draft"]
+    assert answer(folder, max_new_tokens=30, draft=str(folder), draft_tokens=4).completion.tally.passes == 6
+    tiny.write_model(tmp_path / "draft")
+    text = (tmp_path / "draft" / "tokenizer.json").read_text(encoding="utf-8")
+    (tmp_path / "draft" / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|end|>"), encoding="utf-8")
+    with pytest.raises(RequestError, match="cannot draft for"):
+        answer(folder, draft=str(tmp_path / "draft"))
+    with pytest.raises(CheckpointError, match="nowhere"):
+        answer(folder, draft=str(tmp_path / "nowhere"))
+
+
 def test_low_precision_is_reported(folder):
     assert answer(folder, dtype="bf16").as_json()["dtype"] == "bf16"
 

@@ -1,0 +1,147 @@
+"""What `quantkit generate` opens and checks before any weight is read: folder, tokenizer, adapters, draft, requests."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.checkpoint.adapter import Adapter, open_weighted
+from quantkit.checkpoint.merged import merge
+from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
+from quantkit.errors import RequestError, UsageError
+from quantkit.runtime.adapters import AdapterSet
+from quantkit.runtime.drafts import Draft, ModelDraft, NgramDraft, require_same_vocabulary
+from quantkit.runtime.generator import Generator
+from quantkit.runtime.load import load_model
+from quantkit.runtime.placement import Placement
+from quantkit.runtime.request import Callback, Request, check
+from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.settings import GenerateSettings
+
+NGRAM = "ngram"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that is known without weights. Make it with `open`."""
+
+    settings: GenerateSettings
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    placement: Placement
+    adapters: tuple[tuple[Adapter, float], ...]
+    draft: Checkpoint | None
+
+    @classmethod
+    def open(cls, settings: GenerateSettings) -> "Setup":
+        """Raises UsageError for settings, CheckpointError for files, RequestError for a draft of other words."""
+        sampling_of(settings)
+        placement = Placement.choose(settings.device, settings.dtype)
+        checkpoint = open_checkpoint(settings.model)
+        tokenizer = Tokenizer.open(checkpoint.path)
+        adapters = tuple(open_weighted(text, ":", "--lora") for text in settings.loras)
+        if settings.merge_lora and not adapters:
+            raise UsageError("`--merge-lora` without `--lora`", hint="--lora DIR --merge-lora")
+        if settings.merge_lora:
+            merge(checkpoint, adapters)
+        draft = None
+        if settings.draft is not None and settings.draft != NGRAM:
+            draft = open_checkpoint(settings.draft)
+            require_same_vocabulary(tokenizer, Tokenizer.open(draft.path))
+        return cls(settings, checkpoint, tokenizer, placement, adapters, draft)
+
+    def request(self, ids: list[int], callbacks: tuple[Callback, ...] = ()) -> Request:
+        """The request that the settings describe. Raises RequestError and CheckpointError for one that cannot be."""
+        settings = self.settings
+        request = Request(
+            ids=ids,
+            max_new_tokens=settings.max_new_tokens,
+            sampling=sampling_of(settings),
+            seed=settings.seed,
+            stop_ids=_stop_ids(settings, self.tokenizer),
+            stops=settings.stops,
+            banned=settings.banned,
+            callbacks=callbacks,
+            adapters=AdapterSet() if settings.merge_lora else AdapterSet.of(self.adapters),
+        )
+        checkpoint = self.checkpoint
+        check(request, checkpoint.model_config)
+        request.adapters.check(checkpoint.model_config, checkpoint.architecture, checkpoint.path)
+        return request
+
+    def load(self) -> Generator:
+        """Reads the weights, those of the draft too."""
+        merged = self.adapters if self.settings.merge_lora else ()
+        model = load_model(self.checkpoint, self.placement.device, self.placement.dtype, merged)
+        return Generator(model, self.tokenizer, draft=self._load_draft())
+
+    def _load_draft(self) -> Draft | None:
+        if self.settings.draft is None:
+            return None
+        if self.draft is None:
+            return NgramDraft(self.settings.draft_tokens)
+        model = load_model(self.draft, self.placement.device, self.placement.dtype)
+        return ModelDraft(model, self.settings.draft_tokens)
+
+
+def sampling_of(settings: GenerateSettings) -> Sampling:
+    """Raises UsageError for a value out of range."""
+    return Sampling(
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        typical_p=settings.typical_p,
+        repetition_penalty=settings.repetition_penalty,
+        frequency_penalty=settings.frequency_penalty,
+        presence_penalty=settings.presence_penalty,
+    )
+
+
+def prompt_ids(settings: GenerateSettings, tokenizer: Tokenizer) -> list[int]:
+    """The prompt as ids: text with what the tokenizer puts around one, or a chat of one message."""
+    given = [
+        name
+        for name, value in (
+            ("--prompt", settings.prompt),
+            ("--chat", settings.chat),
+            ("--prompt-file", settings.prompt_file),
+        )
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise UsageError(
+            f"{' and '.join(given) or 'no prompt'} given, expected one of `--prompt`, `--chat` and `--prompt-file`",
+            hint='--prompt "Once upon a time"',
+        )
+    if settings.chat is not None:
+        return tokenizer.chat([{"role": "user", "content": settings.chat}])
+    text = settings.prompt if settings.prompt_file is None else read_text(settings.prompt_file, "--prompt-file")
+    return tokenizer.encode(text or "", special=True)
+
+
+def read_text(file: Path, option: str) -> str:
+    """Raises RequestError for a file that cannot be read or is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"`{file}` is not UTF-8 text: byte {error.start} cannot be decoded",
+            hint=f"iconv -t UTF-8 -o prompt.txt {file.name}",
+        ) from error
+    except OSError as error:
+        raise RequestError(f"`{file}` cannot be read: {error.strerror}", hint=f"check `{option}`") from error
+
+
+def _stop_ids(settings: GenerateSettings, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that end the answer: end of text, those asked for, and special tokens spelled out as stop strings."""
+    ids = set() if settings.ignore_eos else set(tokenizer.eos_ids)
+    for token in settings.stop_tokens:
+        index = tokenizer.id_of(token)
+        if index is None:
+            raise RequestError(
+                f"the vocabulary of `{settings.model}` has no token `{token}`",
+                hint="spell it as tokenizer.json does, give its number, or use `--stop` for a text",
+            )
+        ids.add(index)
+    spelled = [tokenizer.encode(text) for text in settings.stops]
+    return frozenset(ids | {found[0] for found in spelled if len(found) == 1 and found[0] in tokenizer.special_ids})
