@@ -33,7 +33,10 @@ class Drafting(Protocol):
 
 
 class Draft(Protocol):
-    """Where guesses come from."""
+    """Where guesses come from, at most `count` at a time."""
+
+    @property
+    def count(self) -> int: ...
 
     def begin(self, capacity: int, vocab: int) -> Drafting:
         """For one answer: `capacity` positions that prompt and answer take at most, `vocab` ids of the main model."""

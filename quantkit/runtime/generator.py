@@ -14,7 +14,7 @@ from quantkit.models.transformer import Model
 from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.answer import Answer
 from quantkit.runtime.cache import KVCache
-from quantkit.runtime.drafts import Draft
+from quantkit.runtime.drafts import Draft, Drafting
 from quantkit.runtime.request import Completion, Delta, Request, check
 from quantkit.runtime.running import Running, step
 from quantkit.runtime.tokenizer import Tokenizer
@@ -76,14 +76,25 @@ class Generator:
         tally = running.tally if self.draft else None
         return Completion(tuple(deltas), len(request.ids), first - start, end - first, tally)
 
+    def admit(self, request: Request) -> int:
+        """The cache positions that a request gets; everything that can be refused is refused here."""
+        capacity = check(request, self.model.config, self.cache_tokens)
+        request.adapters.check(self.model.config, self.model.architecture, self.tokenizer.folder)
+        return capacity
+
+    def drafting(self, capacity: int) -> Drafting | None:
+        """The draft of one answer, where there is one."""
+        return self.draft.begin(capacity, self.model.config.vocab_size) if self.draft else None
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens guessed at a time at most."""
+        return self.draft.count if self.draft else 0
+
     def _start(self, request: Request) -> Running:
-        """Everything that can be refused is refused here."""
-        model = self.model
-        capacity = check(request, model.config, self.cache_tokens)
-        request.adapters.check(model.config, model.architecture, self.tokenizer.folder)
-        cache = KVCache(model.config, 1, capacity, model.dtype, model.device)
-        drafting = self.draft.begin(capacity, model.config.vocab_size) if self.draft else None
-        return Running(Answer(request, self.tokenizer), cache.sequences[0], drafting)
+        capacity = self.admit(request)
+        cache = KVCache(self.model.config, 1, capacity, self.model.dtype, self.model.device)
+        return Running(Answer(request, self.tokenizer), cache.sequences[0], self.drafting(capacity))
 
     def _steps(self, running: Running) -> Iterator[Delta]:
         model = self.adapted(running.answer.request.adapters)

@@ -32,7 +32,7 @@ class Running:
         self.sequence = sequence
         self.tally = Tally()
         self.fed = 0
-        self._drafting = drafting
+        self.drafting = drafting
         self._guesses: list[Guess] = []
         self._complete = False
 
@@ -80,13 +80,13 @@ class Running:
     def _guess(self, model: Model, room: int) -> list[Guess]:
         """None where what is read now would change the rotation of what is read later: the guesses must not matter."""
         most = min(room, self.answer.left - 1)
-        if self._drafting is None or most < 1:
+        if self.drafting is None or most < 1:
             return []
         known = len(self.answer.ids)
         for rope in set(model.config.ropes):
             if rope.depends_on_length and not torch.equal(rope.frequencies(known), rope.frequencies(known + most)):
                 return []
-        return self._drafting.guess(self.answer, most)
+        return self.drafting.guess(self.answer, most)
 
 
 @torch.inference_mode()

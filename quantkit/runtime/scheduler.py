@@ -1,0 +1,211 @@
+"""Scheduler: many requests on one model and one cache: who runs next, with how many tokens, on which pages.
+
+    scheduler = Scheduler(generator, pool, Limits(most_running=16))
+    numbers = [scheduler.add(request) for request in requests]      # more may be added at any time
+    for number, delta in scheduler.stream():
+        ...
+    scheduler.served[number].completion
+
+Each pass has a budget of tokens: one token, or a few guesses as well, of every answer under way, and pieces of prompts
+with what is left. A request is admitted when its worst case has pages: prompt and all new tokens. Optimistically, when
+its prompt has; then the youngest gives its pages back when an older one needs them, and reads its text again later.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from quantkit.errors import RequestError
+from quantkit.runtime.answer import Answer
+from quantkit.runtime.cache_sequence import CacheSequence
+from quantkit.runtime.generator import Generator
+from quantkit.runtime.pace import Pace
+from quantkit.runtime.page_pool import CacheFull, PagePool
+from quantkit.runtime.page_store import PAGE
+from quantkit.runtime.request import Completion, Delta, Request
+from quantkit.runtime.running import Running, step
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much at once.
+
+    token_budget    tokens in a pass, of all requests together
+    most_running    requests that have pages
+    optimistic      admit by prompts, not by worst cases
+    latency_target  seconds that a pass should take at most: the budget shrinks until it does; None for no target
+    """
+
+    token_budget: int = 512
+    most_running: int = 16
+    optimistic: bool = False
+    latency_target: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("token-budget", self.token_budget), ("batch", self.most_running)):
+            if value < 1:
+                raise RequestError(f"`--{name}` is {value}, expected 1 or more", hint=f"--{name} 16")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A finished request. `waited_seconds` is from its arrival to its first pages, `preemptions` how often it lost
+    them, `shared_tokens` what other requests had read for it."""
+
+    completion: Completion
+    waited_seconds: float
+    preemptions: int
+    shared_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    number: int
+    running: Running
+    capacity: int
+    arrived: float
+    admitted: float | None = None
+    first: float | None = None
+    deltas: list[Delta] = field(default_factory=list)
+    preemptions: int = 0
+    shared_tokens: int = 0
+    turn: int = 0
+
+    def room(self, most: int) -> int:
+        """So many tokens, or as many as can still come."""
+        return min(most, max(1, self.capacity - self.running.sequence.length))
+
+
+class Scheduler:
+    """Runs what is added. The draft and the adapters are those of `generator` and of each request.
+
+    passes, preemptions  so far
+    served               number of a request → what came of it
+    """
+
+    def __init__(self, generator: Generator, pool: PagePool, limits: Limits | None = None) -> None:
+        self.generator = generator
+        self.pool = pool
+        self.limits = limits or Limits()
+        self.pace = Pace(self.limits.token_budget, self.limits.latency_target)
+        self.passes = 0
+        self.preemptions = 0
+        self.served: dict[int, Served] = {}
+        self._count = 0
+        self._waiting: deque[_Entry] = deque()
+        self._running: list[_Entry] = []  # in the order of admission
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._waiting or self._running)
+
+    def add(self, request: Request) -> int:
+        """Its number. Raises RequestError for one that never fits, CheckpointError for adapters that do not."""
+        self.generator.admit(request)
+        capacity = len(request.ids) + request.max_new_tokens
+        if capacity > self.pool.capacity:
+            raise RequestError(
+                f"{len(request.ids)} prompt tokens and {request.max_new_tokens} new ones need {capacity} positions, "
+                f"the cache has {self.pool.capacity}",
+                hint=f"`--cache-tokens {-(-capacity // PAGE) * PAGE}`, or fewer `--max-new-tokens`",
+            )
+        running = Running(Answer(request, self.generator.tokenizer), CacheSequence(self.pool))
+        self._waiting.append(_Entry(self._count, running, capacity, time.perf_counter()))
+        self._count += 1
+        return self._count - 1
+
+    def stream(self) -> Iterator[tuple[int, Delta]]:
+        """Number and delta, as they come, until nothing is left to do."""
+        while self.busy:
+            yield from self.step()
+
+    def step(self) -> list[tuple[int, Delta]]:
+        """One pass, or one for each set of adapters; what came of it."""
+        self._admit()
+        parts = self._make_room(self._choose())
+        start = time.perf_counter()
+        came: list[tuple[int, Delta]] = []
+        groups: dict[str, list[tuple[_Entry, int]]] = {}
+        for entry, most in parts:
+            groups.setdefault(entry.running.answer.request.adapters.key, []).append((entry, most))
+        for group in groups.values():
+            model = self.generator.adapted(group[0][0].running.answer.request.adapters)
+            results = step(model, self.pool, [(entry.running, most) for entry, most in group])
+            self.passes += 1
+            for (entry, _), deltas in zip(group, results, strict=True):
+                self._keep(entry, deltas)
+                came += [(entry.number, delta) for delta in deltas]
+        self.pace.note(sum(most for _, most in parts), time.perf_counter() - start)
+        return came
+
+    def _admit(self) -> None:
+        """Those that have waited longest, as long as they have pages."""
+        while self._waiting and len(self._running) < self.limits.most_running:
+            entry = self._waiting[0]
+            ids = entry.running.answer.ids
+            tokens = len(ids) + 1 if self.limits.optimistic else entry.capacity
+            spare = len(self._running) if self.limits.optimistic else 0
+            if -(-tokens // PAGE) + spare > self.pool.free_pages:
+                return
+            entry.running.sequence = CacheSequence(self.pool, tokens)
+            if entry.admitted is None:
+                entry.admitted = time.perf_counter()
+                entry.running.drafting = self.generator.drafting(entry.capacity)
+            self._running.append(self._waiting.popleft())
+
+    def _choose(self) -> list[tuple[_Entry, int]]:
+        """Who takes part in the next pass, each with at most so many tokens: at least one answer and one prompt."""
+        prompts = [entry for entry in self._running if entry.running.lacking > 1]
+        answers = [entry for entry in self._running if entry.running.lacking == 1]
+        budget = self.pace.budget
+        left = budget - budget // 4 if prompts else budget  # however many answers there are, prompts go on
+        parts: list[tuple[_Entry, int]] = []
+        for entry in sorted(answers, key=lambda entry: entry.turn):
+            most = entry.room(1 + self.generator.draft_tokens)
+            if most > left and parts:
+                break
+            parts.append((entry, most))
+            left -= most
+        left = max(1, budget - sum(most for _, most in parts))
+        for entry in prompts:
+            if left:
+                most = min(entry.running.lacking, left)
+                parts.append((entry, most))
+                left -= most
+        for entry, _ in parts:
+            entry.turn = self.passes + 1
+        return parts
+
+    def _make_room(self, parts: list[tuple[_Entry, int]]) -> list[tuple[_Entry, int]]:
+        """The same without those who had to give their pages back: the youngest, until the rest has enough."""
+        while sum(entry.running.sequence.lacking(most) for entry, most in parts) > self.pool.free_pages:
+            if len(self._running) == 1:
+                raise CacheFull(
+                    f"one request alone needs more than the {self.pool.capacity} positions of the cache",
+                    hint=f"--cache-tokens {self._running[0].capacity}",
+                )
+            youngest = self._running.pop()
+            youngest.running.sequence.close()
+            youngest.preemptions += 1
+            self.preemptions += 1
+            self._waiting.appendleft(youngest)
+            parts = [(entry, most) for entry, most in parts if entry is not youngest]
+        return parts
+
+    def _keep(self, entry: _Entry, deltas: list[Delta]) -> None:
+        now = time.perf_counter()
+        if deltas and entry.first is None:
+            entry.first = now
+        entry.deltas += deltas
+        if entry.running.answer.finish_reason is None:
+            return
+        entry.running.sequence.close()
+        self._running.remove(entry)
+        admitted, first = entry.admitted or now, entry.first or now
+        tally = entry.running.tally if self.generator.draft else None
+        prompt = len(entry.running.answer.request.ids)
+        completion = Completion(tuple(entry.deltas), prompt, first - admitted, now - first, tally)
+        waited = admitted - entry.arrived
+        self.served[entry.number] = Served(completion, waited, entry.preemptions, entry.shared_tokens)
