@@ -8,10 +8,17 @@ from quantkit.checkpoint.reader import Checkpoint
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 of every tensor's name, dtype, shape and bytes, in hex. Reads the whole model once."""
+    """SHA-256 of every tensor's name, dtype, shape and bytes, in hex, those of the original where it is another form of
+    one (`in_form`). Reads the whole model once."""
+    checkpoint, made = checkpoint.original, checkpoint
     whole = sha256()
     for name in sorted(checkpoint.names()):
         tensor = checkpoint.tensor(name)
         whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         whole.update(sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).digest())
-    return whole.hexdigest()
+    return in_form(whole.hexdigest(), made)
+
+
+def in_form(original: str, checkpoint: Checkpoint) -> str:
+    """The fingerprint of a checkpoint whose original has this one."""
+    return sha256(f"{original} {checkpoint.form}".encode()).hexdigest() if checkpoint.form else original

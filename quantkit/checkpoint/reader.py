@@ -154,6 +154,16 @@ class Checkpoint:
         return ModelConfig.read(self.config, str(self.path / "config.json"))
 
     @property
+    def original(self) -> "Checkpoint":
+        """The model that this one is another form of: itself, unless it was made of one."""
+        return self
+
+    @property
+    def form(self) -> str:
+        """How it differs from the `original`; empty where it does not."""
+        return ""
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of all tensors, headers not counted."""
         return sum(header.entries[name].size_bytes for name, header in self.homes.items())
