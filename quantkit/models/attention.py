@@ -136,7 +136,7 @@ def _spoil(mixed: Tensor, *read: Tensor) -> Tensor:
     With fewer than sixteen queries torch's kernel for CPUs takes a NaN score for a masked one and mixes values as if
     nothing had happened. Keys of the past need no look: they spoiled the output when they were new.
     """
-    if math.isfinite(sum(float(part.detach().sum(dtype=torch.float32)) for part in read)):
+    if math.isfinite(sum(part.sum(dtype=torch.float32).item() for part in read)):
         return mixed
     sums = [part.sum((1, 2, 3), keepdim=True, dtype=torch.float32) for part in read]
     return mixed + (0 * torch.stack(sums)).sum(0).to(mixed.dtype)

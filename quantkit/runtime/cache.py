@@ -70,16 +70,19 @@ class CacheView:
         form, sinks = self.pool.form, 0
         if self.pool.window is not None and (window is None or window >= self.pool.window):
             window, sinks = self.pool.window, self.pool.sinks
-        q, k, v = form.keys.turn(q), form.keys.turn(k), form.values.turn(v)
+        if form.keys.rotated:
+            q, k = form.keys.turn(q), form.keys.turn(k)
+        if form.values.rotated:
+            v = form.values.turn(v)
         mixed = []
         for index, row in enumerate(self._rows(q, k, v)):
             queries, keys, values = row
             self.pool.write(layer, form.keys.encode(keys[0]), form.values.encode(values[0]), self._places[index])
-            past = self.pool.read(layer, self._read_from(index, window, sinks), q.dtype)
-            found = (side[None] for side in past)
-            mixed.append(attend(queries, *found, scale=scale, window=window, cap=cap, sinks=sinks))
+            keys, values = self.pool.read(layer, self._read_from(index, window, sinks), q.dtype)
+            found = attend(queries, keys[None], values[None], scale=scale, window=window, cap=cap, sinks=sinks)
+            mixed.append(found)
         whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=0 if self._given is None else 2)
-        return form.values.turn(whole)
+        return form.values.turn(whole) if form.values.rotated else whole
 
     def advance(self) -> None:
         """See `models.attention.Cache`."""

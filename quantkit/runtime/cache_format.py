@@ -29,13 +29,15 @@ class Rows(NamedTuple):
     codes: Tensor
     scales: Tensor | None
 
-    def cut(self, part: slice) -> "Rows":
-        return Rows(self.codes[:, part], None if self.scales is None else self.scales[:, part])
+    def cut(self, start: int, count: int) -> "Rows":
+        """`count` rows from `start` on, without a copy."""
+        scales = self.scales
+        if not start and count == self.codes.shape[1]:
+            return self
+        return Rows(self.codes.narrow(1, start, count), None if scales is None else scales.narrow(1, start, count))
 
     @classmethod
     def join(cls, parts: "Many[Rows]") -> "Rows":
-        if len(parts) == 1:
-            return parts[0]
         scales = [part.scales for part in parts if part.scales is not None]
         return cls(torch.cat([part.codes for part in parts], dim=1), torch.cat(scales, dim=1) if scales else None)
 

@@ -184,14 +184,15 @@ class PagePool:
     def write(self, layer: int, keys: Rows, values: Rows, spans: Many[Span]) -> None:
         """The one way into the cache: rows of consecutive positions, to all the `places` that these have."""
         for span in spans:
-            part = slice(span.offset, span.offset + span.count)
-            span.tier.put(layer, span.start, keys.cut(part), values.cut(part))
+            part = (span.offset, span.count)
+            span.tier.put(layer, span.start, keys.cut(*part), values.cut(*part))
 
     def read(self, layer: int, spans: Many[Span], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values `[kv_heads, t, head_dim]` of all `spans` in turn, still turned as their format has it.
 
         A view where there is nothing to be put together or decoded; it holds until the next write.
         """
+        assert spans
         parts = []
         for span in spans:
             keys, values = span.tier.get(layer, span.start, span.count)
@@ -199,7 +200,8 @@ class PagePool:
                 keys, values = keys.to(self.device), values.to(self.device)
                 self.pages_streamed += -(-(span.start % PAGE + span.count) // PAGE)
             parts.append((keys, values))
-        keys, values = (Rows.join(side) for side in zip(*parts, strict=True))
+        if len(parts) > 1:
+            keys, values = (Rows.join(side) for side in zip(*parts, strict=True))
         return self.form.keys.decode(keys, dtype), self.form.values.decode(values, dtype)
 
     def _spans(self, pages: Many[Page | None], start: int, end: int, wanted: PageStore | None) -> list[Span]:

@@ -30,7 +30,7 @@ class PageStore:
         self.device = torch.device(device)
         self.size_bytes = layers * kv_heads * pages * PAGE * form.row_bytes
         try:
-            self._sides = tuple(
+            self._keys, self._values = (
                 _empty(side, (layers, kv_heads, pages * PAGE), self.device, pinned) for side in (form.keys, form.values)
             )
         except (RuntimeError, TypeError) as error:  # TypeError: a number beyond 64 bits
@@ -60,28 +60,24 @@ class PageStore:
 
     def put(self, layer: int, position: int, keys: Rows, values: Rows) -> None:
         """Stores rows from `position` on."""
-        for side, rows in zip(self._sides, (keys, values), strict=True):
-            end = position + rows.codes.shape[1]
-            side.codes[layer, :, position:end] = rows.codes
-            if side.scales is not None:
-                side.scales[layer, :, position:end] = rows.scales
+        count = keys.codes.shape[1]
+        for here, rows in ((self._keys[layer], keys), (self._values[layer], values)):
+            here.codes.narrow(1, position, count).copy_(rows.codes)
+            if here.scales is not None and rows.scales is not None:
+                here.scales.narrow(1, position, count).copy_(rows.scales)
 
     def get(self, layer: int, position: int, count: int) -> tuple[Rows, Rows]:
         """Keys and values of `count` rows from `position` on: views, which hold until something is put there."""
-        part = slice(position, position + count)
-        keys, values = (
-            Rows(side.codes[layer, :, part], None if side.scales is None else side.scales[layer, :, part])
-            for side in self._sides
-        )
-        return keys, values
+        return self._keys[layer].cut(position, count), self._values[layer].cut(position, count)
 
     def copy(self, page: int, source: "PageStore", source_page: int) -> None:
         """A whole page, all layers, from another tier or from this one."""
         here, there = slice(page * PAGE, (page + 1) * PAGE), slice(source_page * PAGE, (source_page + 1) * PAGE)
-        for side, other in zip(self._sides, source._sides, strict=True):
-            side.codes[:, :, here] = other.codes[:, :, there]
-            if side.scales is not None and other.scales is not None:
-                side.scales[:, :, here] = other.scales[:, :, there]
+        for mine, others in ((self._keys, source._keys), (self._values, source._values)):
+            for rows, other in zip(mine, others, strict=True):
+                rows.codes[:, here] = other.codes[:, there]
+                if rows.scales is not None and other.scales is not None:
+                    rows.scales[:, here] = other.scales[:, there]
 
     def _start(self, count: int, after: int | None) -> int:
         """Where to begin: beside `after`, at the lowest run of `count` free pages, or at the lowest free page."""
@@ -94,9 +90,10 @@ class PageStore:
         return free[0] if free else 0
 
 
-def _empty(side: Side, shape: tuple[int, int, int], device: torch.device, pinned: bool) -> Rows:
-    """Zeros: a row that was never written shows as one."""
+def _empty(side: Side, shape: tuple[int, int, int], device: torch.device, pinned: bool) -> list[Rows]:
+    """Rows of each layer, zeros: one that was never written shows."""
     codes = torch.zeros(*shape, side.width, dtype=side.dtype, device=device, pin_memory=pinned)
     if not side.groups:
-        return Rows(codes, None)
-    return Rows(codes, torch.zeros(*shape, side.groups, dtype=torch.float16, device=device, pin_memory=pinned))
+        return [Rows(layer, None) for layer in codes]
+    scales = torch.zeros(*shape, side.groups, dtype=torch.float16, device=device, pin_memory=pinned)
+    return [Rows(*layer) for layer in zip(codes, scales, strict=True)]
