@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first. A module may import its own package and any package on a lower line.
 LAYERS = [
-    {"errors", "version", "progress", "settings"},
+    {"errors", "heap", "version", "progress", "settings"},
     {"kernels"},
     {"formats"},
     {"models"},

@@ -18,10 +18,10 @@ RESUMED = ("quantize", "measure")
 def main() -> None:
     """Run the command line and exit with the code of `quantkit.errors` (0, 2, 3, 10 to 16, 130, 1)."""
     try:
-        from quantkit.cli.heap import return_large_blocks
+        from quantkit import heap
         from quantkit.console import prepare_streams
 
-        return_large_blocks()
+        heap.settle()
         heard = _hear_interrupts()
         prepare_streams()
         code = run(sys.argv[1:], heard)

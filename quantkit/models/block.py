@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quantkit import heap
 from quantkit.models.architecture import Architecture, Stage, by_stage
 from quantkit.models.attention import Attention, Cache
 from quantkit.models.config import ModelConfig
@@ -90,7 +91,11 @@ def load_block(
     dtype: torch.dtype,
     device: Device = "cpu",
 ) -> Block:
-    """One decoder layer, read from `source` alone. Raises CheckpointError for absent or misshapen tensors."""
+    """One decoder layer, read from `source` alone. Raises CheckpointError for absent or misshapen tensors.
+
+    Those who stream read a block when they have left another: what that one has freed is given back first.
+    """
+    heap.give_back()
     specs = architecture.block_linears(config, index)
     norms = {
         name.removeprefix(f"model.layers.{index}."): Norm.read(
