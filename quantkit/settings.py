@@ -158,8 +158,23 @@ class CompareSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DegenerationSettings:
+    """`quantkit eval degeneration MODEL`: without `kv` one cache, in the numbers of the arithmetic."""
+
+    model: str
+    reference: str | None = None
+    kv: tuple[str, ...] = ()
+    kv_resident: int = 0
+    quick: bool = False
+    tokens: int = 400
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateSettings:
-    """`quantkit generate MODEL`: one of three prompts and how to continue it."""
+    """`quantkit generate MODEL`: one of three prompts, or a file of many, and how to continue it."""
 
     model: str
     prompt: str | None = None
@@ -182,6 +197,12 @@ class GenerateSettings:
     merge_lora: bool = False
     draft: str | None = None
     draft_tokens: int = 4
+    cache_tokens: int | None = None
+    prompts_file: Path | None = None
+    batch: int = 16
+    token_budget: int = 512
+    optimistic: bool = False
+    latency_ms: float | None = None
     ignore_eos: bool = False
     device: str = "auto"
     dtype: str = "auto"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.settings import CompareSettings, PerplexitySettings, TextSettings
+from quantkit.settings import CompareSettings, DegenerationSettings, PerplexitySettings, TextSettings
 
 evaluate = typer.Typer(
     help="Measure a model, or one model against another.",
@@ -115,4 +115,40 @@ def compare(
         console.print_json(report.as_json())
     else:
         console.print_table(f"{candidate} against {reference}" if candidate else reference, ["", ""], report.rows())
+    return report.exit_code
+
+
+@evaluate.command()
+def degeneration(
+    model: Annotated[str, typer.Argument(help="Folder of a model, or a hub id.")],
+    reference: Annotated[
+        str | None, typer.Option("--reference", help="The model it was made from: what it does worse is what counts.")
+    ] = None,
+    kv: Annotated[
+        str | None, typer.Option("--kv", help="Cache formats to go through, as int8,q4_0,k8v4; else that of --dtype.")
+    ] = None,
+    kv_resident: Annotated[
+        int,
+        typer.Option("--kv-resident", help="Positions that stay on the device, the rest is streamed; 0 is all.", min=0),
+    ] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A third of the prompts.")] = False,
+    tokens: Annotated[int, typer.Option("--tokens", help="What the model says in one conversation.", min=16)] = 400,
+    seed: Annotated[int, typer.Option("--seed", help="Of the sampled conversations.", min=0, max=2**62)] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> int:
+    """Let MODEL talk at length and look for loops, stutter, collapsed entropy and wrong ends. Exits 0 when it is
+    healthy, 3 when it is degenerate."""
+    formats = tuple(part.strip() for part in kv.split(",")) if kv else ()
+    settings = DegenerationSettings(model, reference, formats, kv_resident, quick, tokens, seed, device, dtype)
+    from quantkit import console
+    from quantkit.commands.evaluate_degeneration import run
+
+    report = run(settings, console.Bars())
+    if as_json:
+        console.print_json(report.as_json())
+        return report.exit_code
+    console.print_table(f"{model}: {report.verdict}", list(report.COLUMNS), report.rows(), text_columns=2)
+    console.print_table("why", ["", ""], report.facts(), text_columns=2)
     return report.exit_code

@@ -142,3 +142,34 @@ def test_a_saved_reference_with_bos_has_windows_that_begin_with_it(folder, text,
     assert cli.run(["eval", "compare", file, folder, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bos"] and found["length"] == 32 and abs(found["kl_mean"]) < 1e-6 and found["top1_agreement"] == 1
+
+
+def test_degeneration_says_what_it_found_and_exits_by_it(folder, tmp_path, capsys, monkeypatch):
+    """Random weights talk nonsense, which is judged as such alone, and as no worse than itself beside itself."""
+    arguments = ["eval", "degeneration", folder, "--quick", "--tokens", "16"]
+    assert cli.run([*arguments, "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "degenerate" and 0 <= found["loop_rate"] <= 1
+    (form,) = found["formats"]
+    assert form["format"] == "fp32" and "entropy" in form["findings"][0]
+    assert len(found["prompts"]) == form["conversations"] == 12 and {"greedy", "sampled"} == {
+        one["way"] for one in found["prompts"]
+    }
+    assert any("left out" in note for note in found["notes"])
+    assert cli.run([*arguments, "--reference", folder, "--kv", "fp16,int8"]) == 0
+    shown = capsys.readouterr().out
+    assert "healthy" in shown and "fp16" in shown and "int8" in shown and "beside the reference" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--kv", "int3"], 2, "there is no cache format `int3`"),
+        (["--tokens", "9999"], 16, "conversations of 9999 tokens take up to"),
+        (["--tokens", "3"], 2, "invalid value for '--tokens'"),
+    ],
+)
+def test_what_cannot_be_probed_is_refused(arguments, code, message, folder, capsys):
+    assert cli.run(["eval", "degeneration", folder, *arguments, "--json"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"error: {message}")
