@@ -76,6 +76,45 @@ def generate(
     draft_tokens: Annotated[
         int, typer.Option("--draft-tokens", help="Tokens guessed at a time, which one pass then checks.", min=1, max=64)
     ] = 4,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option("--prompts-file", help="JSONL, a request on each line; answers come as JSONL too."),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Requests of a file that run at once.", min=1)] = 16,
+    token_budget: Annotated[
+        int, typer.Option("--token-budget", help="Tokens in a pass of the model, of all requests together.", min=1)
+    ] = 512,
+    optimistic: Annotated[
+        bool,
+        typer.Option("--optimistic", help="Admit requests by their prompts; the youngest waits when pages run out."),
+    ] = False,
+    latency_ms: Annotated[
+        float | None, typer.Option("--latency-ms", help="Make passes smaller until they take no longer.", min=1)
+    ] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option("--cache-tokens", help="Positions of the cache; what is needed if not given.", min=1)
+    ] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(
+            "--kv", help="Format of the cache: fp16, int8, k8v4 or q4_0; that of the arithmetic if not given."
+        ),
+    ] = None,
+    kv_resident: Annotated[
+        int,
+        typer.Option(
+            "--kv-resident", help="Newest positions that stay on the device, older ones in host memory; 0 is all.", min=0
+        ),
+    ] = 0,
+    kv_window: Annotated[
+        int | None, typer.Option("--kv-window", help="Positions that a token sees; all if not given.", min=1)
+    ] = None,
+    kv_sink: Annotated[
+        int, typer.Option("--kv-sink", help="First positions that it sees beside the window.", min=0)
+    ] = 0,
+    allow_beyond_context: Annotated[
+        bool, typer.Option("--allow-beyond-context", help="Let a text outgrow the context of the model.")
+    ] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[
@@ -83,7 +122,7 @@ def generate(
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
 ) -> None:
-    """Continue a prompt with MODEL; the text appears as it is made."""
+    """Continue a prompt with MODEL, or a file of them; the text appears as it is made."""
     settings = GenerateSettings(
         model=model,
         prompt=prompt,
@@ -106,22 +145,36 @@ def generate(
         merge_lora=merge_lora,
         draft=draft,
         draft_tokens=draft_tokens,
+        kv=kv,
+        cache_tokens=cache_tokens,
+        kv_resident=kv_resident,
+        kv_window=kv_window,
+        kv_sink=kv_sink,
+        allow_beyond_context=allow_beyond_context,
+        prompts_file=prompts_file,
+        batch=batch,
+        token_budget=token_budget,
+        optimistic=optimistic,
+        latency_ms=latency_ms,
         ignore_eos=ignore_eos,
         device=device,
         dtype=dtype,
     )
     from quantkit import console
+    from quantkit.commands import generate_queue
     from quantkit.commands.generate import run
-
-    if as_json:
-        console.print_json(run(settings, console.Bars()).as_json())
-        return
 
     def show(text: str) -> bool:
         console.print_text(text, end="")
         return True
 
-    report = run(settings, console.Bars(), show)
-    console.print_text("")
-    for name, figure in report.rows():
+    if as_json:
+        console.print_json(run(settings, console.Bars()).as_json())
+        return
+    if prompts_file is not None:
+        rows = generate_queue.run(settings, console.Bars(), console.print_json).rows()
+    else:
+        rows = run(settings, console.Bars(), show).rows()
+        console.print_text("")
+    for name, figure in rows:
         console.say(f"{name} {figure}")

@@ -6,10 +6,12 @@ a setting out of range.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.commands import generate_queue
+from quantkit.commands.generate_queue import QueueReport
 from quantkit.commands.generate_setup import Setup, prompt_ids
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.placement import Placement
@@ -35,6 +37,7 @@ class GenerateReport:
             ["answer", f"{len(done.token_ids)} tokens" + ("" if decode is None else f", {decode:.1f}/s")],
             ["ended by", done.finish_reason if done.stop is None else f"{done.finish_reason}, at `{done.stop}`"],
             *_drafted(done.tally),
+            *cache_rows(done.cache),
             ["loaded in", f"{self.load_seconds:.1f} s"],
             ["ran on", f"{self.placement.device}, {self.placement.dtype_name}, backend {self.placement.backend}"],
         ]
@@ -52,6 +55,7 @@ class GenerateReport:
             "prefill_tokens_per_second": done.prefill_tokens_per_second,
             "decode_tokens_per_second": done.decode_tokens_per_second,
             "draft": None if done.tally is None else done.tally.as_json(),
+            **({} if done.cache is None else asdict(done.cache)),
             "load_seconds": self.load_seconds,
             "dtype": self.placement.dtype_name,
             "device": self.placement.device,
@@ -66,7 +70,7 @@ def generate(
     on_text: Callable[[str], bool] = lambda text: True,
     progress: Progress | None = None,
     **options: Any,
-) -> GenerateReport:
+) -> GenerateReport | QueueReport:
     """Continue `prompt` with `model`. Options are the fields of `quantkit.settings.GenerateSettings`; see `run`.
 
         report = quantkit.generate("models/llama", chat="What is gravity?", max_new_tokens=64)
@@ -77,12 +81,15 @@ def generate(
 
 def run(
     settings: GenerateSettings, progress: Progress, on_text: Callable[[str], bool] = lambda text: True
-) -> GenerateReport:
-    """Generate. `on_text` gets the text as it comes, never half a character, and returns whether to go on.
+) -> GenerateReport | QueueReport:
+    """Generate; a file of prompts is answered as `generate_queue` does. `on_text` gets the text of a single answer as
+    it comes, never half a character, and returns whether to go on.
 
     Raises UsageError for settings, CheckpointError for the model's files, RequestError for a prompt that cannot be
     served, GateError when the model's logits are no finite numbers.
     """
+    if settings.prompts_file is not None:
+        return generate_queue.run(settings, progress)
     start = time.perf_counter()
     setup = Setup.open(settings)
 

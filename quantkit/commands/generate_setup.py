@@ -8,6 +8,8 @@ from quantkit.checkpoint.merged import merge
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.errors import RequestError, UsageError
 from quantkit.runtime.adapters import AdapterSet
+from quantkit.runtime.cache_format import cache_format
+from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.drafts import Draft, ModelDraft, NgramDraft, require_same_vocabulary
 from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load_model
@@ -37,6 +39,7 @@ class Setup:
         sampling_of(settings)
         placement = Placement.choose(settings.device, settings.dtype)
         checkpoint = open_checkpoint(settings.model)
+        cache_format(settings.kv, checkpoint.model_config.head_dim, placement.dtype)
         tokenizer = Tokenizer.open(checkpoint.path)
         adapters = tuple(open_weighted(text, ":", "--lora") for text in settings.loras)
         if settings.merge_lora and not adapters:
@@ -52,6 +55,8 @@ class Setup:
     def request(self, ids: list[int], callbacks: tuple[Callback, ...] = ()) -> Request:
         """The request that the settings describe. Raises RequestError and CheckpointError for one that cannot be."""
         settings = self.settings
+        if not 0 <= settings.seed < 2**63:
+            raise UsageError(f"`--seed` is {settings.seed}, expected 0 to 2^63 - 1", hint="--seed 0")
         request = Request(
             ids=ids,
             max_new_tokens=settings.max_new_tokens,
@@ -64,15 +69,28 @@ class Setup:
             adapters=AdapterSet() if settings.merge_lora else AdapterSet.of(self.adapters),
         )
         checkpoint = self.checkpoint
-        check(request, checkpoint.model_config)
+        check(request, checkpoint.model_config, self.plan, self.draft_tokens)
         request.adapters.check(checkpoint.model_config, checkpoint.architecture, checkpoint.path)
         return request
+
+    @property
+    def plan(self) -> CachePlan:
+        """The cache that the settings ask for. Raises UsageError for a number out of range."""
+        asked = self.settings
+        return CachePlan(
+            asked.kv, asked.cache_tokens, asked.kv_resident, asked.kv_window, asked.kv_sink, asked.allow_beyond_context
+        )
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens guessed at a time at most."""
+        return 0 if self.settings.draft is None else self.settings.draft_tokens
 
     def load(self) -> Generator:
         """Reads the weights, those of the draft too."""
         merged = self.adapters if self.settings.merge_lora else ()
         model = load_model(self.checkpoint, self.placement.device, self.placement.dtype, merged)
-        return Generator(model, self.tokenizer, draft=self._load_draft())
+        return Generator(model, self.tokenizer, self.plan, self._load_draft())
 
     def _load_draft(self) -> Draft | None:
         if self.settings.draft is None:

@@ -48,6 +48,8 @@ class PageStore:
     def take(self, count: int, after: int | None = None) -> list[int]:
         """`count` pages, neighbours where there are so many, the first one next to page `after` if that is free."""
         assert count <= len(self._free)
+        if not count:
+            return []
         first = self._start(count, after)
         run = [page for page in range(first, min(first + count, self.pages)) if page in self._free]
         taken = run + sorted(self._free - set(run))[: count - len(run)]

@@ -1,0 +1,237 @@
+"""`quantkit generate --prompts-file F.jsonl`: a queue of requests on one model, as many at once as the cache holds.
+
+Each line is an object with `prompt`, `chat` or `messages`, perhaps an `id`, and any of the settings in `FIELDS`; what
+it leaves out is as on the command line. Every line is read and checked before any weight is.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit.checkpoint.adapter import open_weighted
+from quantkit.commands.generate_setup import Setup, read_text
+from quantkit.errors import QuantkitError, RequestError, UsageError
+from quantkit.progress import Progress
+from quantkit.runtime.capacity import CachePlan
+from quantkit.runtime.page_store import PAGE
+from quantkit.runtime.placement import Placement
+from quantkit.runtime.request import Request
+from quantkit.runtime.scheduler import Limits, Scheduler, Served
+from quantkit.settings import GenerateSettings
+
+NUMBER = (int, float)
+FIELDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "max_new_tokens": ("max_new_tokens", int),
+    "temperature": ("temperature", NUMBER),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", NUMBER),
+    "min_p": ("min_p", NUMBER),
+    "typical_p": ("typical_p", NUMBER),
+    "repetition_penalty": ("repetition_penalty", NUMBER),
+    "frequency_penalty": ("frequency_penalty", NUMBER),
+    "presence_penalty": ("presence_penalty", NUMBER),
+    "seed": ("seed", int),
+    "ignore_eos": ("ignore_eos", bool),
+    "stop": ("stops", list),
+    "stop_token": ("stop_tokens", list),
+    "ban": ("banned", list),
+    "lora": ("loras", list),
+}
+"""Key of a line → field of the settings, and the types that its value may have; of lists all are texts."""
+PROMPTS = ("prompt", "chat", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueReport:
+    """All answers in the order of their lines, each with the `id` of its line, and what they cost together."""
+
+    model: str
+    answers: tuple[tuple[Any, Served], ...]
+    seconds: float
+    load_seconds: float
+    passes: int
+    preemptions: int
+    placement: Placement
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(served.completion.prompt_tokens for _, served in self.answers)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(served.completion.token_ids) for _, served in self.answers)
+
+    def rows(self) -> list[list[str]]:
+        """Name and figure, for the console."""
+        return [
+            ["requests", f"{len(self.answers)}, {self.prompt_tokens} prompt tokens"],
+            ["answers", f"{self.new_tokens} tokens, {self.new_tokens / self.seconds:.1f}/s all together"],
+            ["passes", f"{self.passes}, {self.preemptions} requests read again"],
+            ["loaded in", f"{self.load_seconds:.1f} s"],
+            ["ran on", f"{self.placement.device}, {self.placement.dtype_name}, backend {self.placement.backend}"],
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "answers": [line_of(name, served) for name, served in self.answers],
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.new_tokens / self.seconds,
+            "passes": self.passes,
+            "preemptions": self.preemptions,
+            "load_seconds": self.load_seconds,
+            "dtype": self.placement.dtype_name,
+            "device": self.placement.device,
+            "backend": self.placement.backend,
+        }
+
+
+def line_of(name: Any, served: Served) -> dict[str, Any]:
+    """One answer, as a line of JSONL has it."""
+    done = served.completion
+    return {
+        "id": name,
+        "text": done.text,
+        "token_ids": list(done.token_ids),
+        "log_probabilities": list(done.log_probabilities),
+        "finish_reason": done.finish_reason,
+        "stop": done.stop,
+        "prompt_tokens": done.prompt_tokens,
+        "shared_tokens": served.shared_tokens,
+        "draft": None if done.tally is None else done.tally.as_json(),
+        "waited_seconds": served.waited_seconds,
+        "prefill_seconds": done.prefill_seconds,
+        "decode_seconds": done.decode_seconds,
+        "preemptions": served.preemptions,
+    }
+
+
+def run(
+    settings: GenerateSettings, progress: Progress, on_answer: Callable[[dict[str, Any]], None] = lambda line: None
+) -> QueueReport:
+    """Answer every line. `on_answer` gets each as `line_of` has it, in the order in which they are finished.
+
+    Raises UsageError for settings, CheckpointError for files, RequestError for a line that cannot be served, naming it.
+    """
+    start = time.perf_counter()
+    for option, value in (("prompt", settings.prompt), ("chat", settings.chat), ("prompt-file", settings.prompt_file)):
+        if value is not None:
+            raise UsageError(f"`--{option}` beside `--prompts-file`", hint=f"leave out `--{option}`")
+    setup = Setup.open(settings)
+    limits = Limits(
+        settings.token_budget,
+        settings.batch,
+        settings.optimistic,
+        None if settings.latency_ms is None else settings.latency_ms / 1000,
+    )
+    requests = _requests(setup)
+    generator = setup.load()
+    model = generator.model
+    plan = setup.plan
+    positions = _positions(plan, [request for _, request in requests], settings.batch)
+    pool = plan.pool(model.config, positions, model.dtype, model.device, settings.batch)
+    scheduler = Scheduler(generator, pool, limits)
+    names = {scheduler.add(request): name for name, request in requests}
+    generator.warm_up(requests[0][1])
+    load_seconds = time.perf_counter() - start
+    for note in setup.checkpoint.notes:
+        progress.say(note)
+    start = time.perf_counter()
+    with progress.task("requests", total=len(requests)) as task:
+        for number, delta in scheduler.stream():
+            if delta.finish_reason:
+                on_answer(line_of(names[number], scheduler.served[number]))
+                task.advance()
+    seconds = time.perf_counter() - start
+    answers = tuple((names[number], scheduler.served[number]) for number in sorted(names))
+    return QueueReport(
+        settings.model, answers, seconds, load_seconds, scheduler.passes, scheduler.preemptions, setup.placement
+    )
+
+
+def _positions(plan: CachePlan, requests: list[Request], batch: int) -> int:
+    """In whole pages, for so many requests at once, the longest ones."""
+    held = [plan.held(len(request.ids) + request.max_new_tokens) for request in requests]
+    return sum(sorted((-(-positions // PAGE) * PAGE for positions in held), reverse=True)[:batch])
+
+
+def _requests(setup: Setup) -> list[tuple[Any, Request]]:
+    """Raises RequestError, UsageError and CheckpointError with the number of the line in front."""
+    file = setup.settings.prompts_file
+    assert file is not None
+    requests = []
+    for number, text in enumerate(read_text(file, "--prompts-file").splitlines(), 1):
+        if text.strip():
+            try:
+                requests.append(_request(setup, number, text))
+            except QuantkitError as error:
+                raise type(error)(f"line {number} of `{file}`: {error.message}", hint=error.hint) from error
+    if not requests:
+        raise RequestError(f"`{file}` has no requests", hint='each line is an object: {"prompt": "Once upon a time"}')
+    return requests
+
+
+def _request(setup: Setup, number: int, text: str) -> tuple[Any, Request]:
+    line = _object(text)
+    unknown = sorted(line.keys() - {"id", *PROMPTS, *FIELDS})
+    if unknown:
+        raise RequestError(f"unknown key `{unknown[0]}`", hint=f"known are {', '.join(('id', *PROMPTS, *FIELDS))}")
+    changes: dict[str, Any] = {}
+    for key, (name, types) in FIELDS.items():
+        if key in line:
+            changes[name] = _value(key, line[key], types)
+    if "loras" in changes and setup.settings.merge_lora:
+        raise UsageError("`lora` of one line beside `--merge-lora`", hint="leave out `--merge-lora`")
+    settings = replace(setup.settings, **changes)
+    adapters = setup.adapters
+    if "loras" in changes:
+        adapters = tuple(open_weighted(adapter, ":", "lora") for adapter in settings.loras)
+    own = replace(setup, settings=settings, adapters=adapters)
+    return line.get("id", number), own.request(_prompt_ids(setup, line))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"no JSON: {error}", hint='write {"prompt": "Once upon a time"}') from error
+    if not isinstance(line, dict):
+        raise RequestError("no JSON object", hint='write {"prompt": "Once upon a time"}')
+    return line
+
+
+def _value(key: str, value: Any, types: type | tuple[type, ...]) -> Any:
+    """A value of these types; one text stands for a list of it."""
+    if types is list:
+        value = [value] if isinstance(value, str) else value
+        if isinstance(value, list) and all(isinstance(text, str) for text in value):
+            return tuple(value)
+        raise RequestError(f"`{key}` is {value!r}, expected a text or a list of texts", hint=f'"{key}": ["…"]')
+    if isinstance(value, bool) != (types is bool) or not isinstance(value, types):
+        expected = "true or false" if types is bool else "a whole number" if types is int else "a number"
+        raise RequestError(f"`{key}` is {value!r}, expected {expected}", hint=f"correct `{key}`")
+    return value
+
+
+def _prompt_ids(setup: Setup, line: dict[str, Any]) -> list[int]:
+    given = [key for key in PROMPTS if key in line]
+    if len(given) != 1:
+        raise RequestError(
+            f"{' and '.join(given) or 'no prompt'} given, expected one of {', '.join(PROMPTS)}",
+            hint='"prompt": "Once upon a time"',
+        )
+    (key,) = given
+    value, tokenizer = line[key], setup.tokenizer
+    if key == "messages":
+        if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+            raise RequestError("`messages` is no list of objects", hint='[{"role": "user", "content": "Hello"}]')
+        return tokenizer.chat(value)
+    if not isinstance(value, str):
+        raise RequestError(f"`{key}` is {value!r}, expected a text", hint=f'"{key}": "…"')
+    if key == "chat":
+        return tokenizer.chat([{"role": "user", "content": value}])
+    return tokenizer.encode(value, special=True)

@@ -1,0 +1,137 @@
+import json
+
+import pytest
+import tiny
+from tiny_lora import write_adapter
+
+from quantkit import cli
+from quantkit.commands import generate, generate_queue
+from quantkit.errors import CheckpointError, RequestError, UsageError
+from quantkit.progress import Silent
+from quantkit.settings import GenerateSettings
+
+LINES = [
+    {"prompt": "the end"},
+    {"id": "a", "prompt": "and then there was a man in the sand " * 20, "max_new_tokens": 7},
+    {"chat": "Hi", "temperature": 1.5, "seed": 3, "top_k": 40},
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "?"}]},
+    {"prompt": "the end", "repetition_penalty": 50, "ban": "e", "stop": ["zzz", "qqq"], "ignore_eos": True},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+def write_lines(path, lines):
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n\n")
+    return path
+
+
+def serve(folder, file, on_answer=lambda line: None, **settings):
+    settings = {"max_new_tokens": 12, "ignore_eos": True, **settings}
+    return generate_queue.run(GenerateSettings(str(folder), prompts_file=file, **settings), Silent(), on_answer)
+
+
+def alone(folder, **settings):
+    settings = {"max_new_tokens": 12, "ignore_eos": True, **settings}
+    return generate.run(GenerateSettings(str(folder), **settings), Silent()).completion
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch": 1}, {"batch": 2, "token_budget": 9, "cache_tokens": 1024}, {"draft": "ngram"}])
+def test_every_line_gets_the_answer_that_it_gets_alone(settings, folder, tmp_path):
+    finished = []
+    report = serve(folder, write_lines(tmp_path / "f.jsonl", LINES), finished.append, **settings)
+    expected = [
+        alone(folder, prompt="the end"),
+        alone(folder, prompt=LINES[1]["prompt"], max_new_tokens=7),
+        alone(folder, chat="Hi", temperature=1.5, seed=3, top_k=40),
+        None,
+        alone(folder, prompt="the end", repetition_penalty=50.0, banned=("e",)),
+    ]
+    for (_, served), completion in zip(report.answers, expected, strict=True):
+        if completion is not None and "draft" not in settings:
+            assert served.completion.token_ids == completion.token_ids
+        if completion is not None and "draft" in settings:
+            assert served.completion.token_ids == completion.token_ids or served.completion.tally.guessed
+    assert [name for name, _ in report.answers] == [1, "a", 3, 4, 5]
+    assert sorted(map(str, (line["id"] for line in finished))) == ["1", "3", "4", "5", "a"]
+    found = json.loads(json.dumps(report.as_json()))
+    assert {line["id"]: line["text"] for line in found["answers"]} == {line["id"]: line["text"] for line in finished}
+    assert found["new_tokens"] == 12 * 4 + 7 and found["tokens_per_second"] > 0 and found["passes"] > 0
+    assert dict(report.rows())["requests"].startswith("5, ")
+
+
+def test_few_pages_and_optimism(folder, tmp_path):
+    lines = [{"prompt": "a" * 250, "max_new_tokens": 20, "id": index} for index in range(3)]
+    report = serve(folder, write_lines(tmp_path / "f.jsonl", lines), cache_tokens=5 * 256, optimistic=True)
+    assert report.preemptions > 0
+    assert len({served.completion.token_ids for _, served in report.answers}) == 1
+    assert f"{report.preemptions} requests read again" in dict(report.rows())["passes"]
+
+
+def test_adapters_of_lines(folder, tmp_path):
+    write_adapter(tmp_path / "a", {f"model.layers.{layer}.mlp.up_proj": (128, 64, 8) for layer in range(2)})
+    lora = f"{tmp_path / 'a'}:2"
+    lines = [{"prompt": "the end"}, {"prompt": "the end", "lora": lora}, {"prompt": "the end", "lora": []}]
+    file = write_lines(tmp_path / "f.jsonl", lines)
+    plain, adapted, none = (served.completion.token_ids for _, served in serve(folder, file).answers)
+    assert plain == none != adapted == alone(folder, prompt="the end", loras=(lora,)).token_ids
+    first, second, third = (served.completion.token_ids for _, served in serve(folder, file, loras=(lora,)).answers)
+    assert first == second == adapted and third == plain
+    with pytest.raises(UsageError, match=r"line 2 of .*: `lora` of one line beside `--merge-lora`"):
+        serve(folder, file, loras=(lora,), merge_lora=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "message"),
+    [
+        ("{", RequestError, "no JSON: "),
+        ("[]", RequestError, "no JSON object"),
+        ({}, RequestError, "no prompt given, expected one of prompt, chat, messages"),
+        ({"prompt": "a", "chat": "b"}, RequestError, "prompt and chat given"),
+        ({"prompt": 3}, RequestError, "`prompt` is 3, expected a text"),
+        ({"messages": "a"}, RequestError, "`messages` is no list"),
+        ({"prompt": "a", "temprature": 1}, RequestError, "unknown key `temprature`"),
+        ({"prompt": "a", "temperature": "hot"}, RequestError, "`temperature` is 'hot', expected a number"),
+        ({"prompt": "a", "max_new_tokens": 1.5}, RequestError, r"`max_new_tokens` is 1\.5, expected a whole number"),
+        ({"prompt": "a", "ignore_eos": 1}, RequestError, "`ignore_eos` is 1, expected true or false"),
+        ({"prompt": "a", "seed": -1}, UsageError, "`--seed` is -1"),
+        ({"prompt": "a", "top_p": 2}, UsageError, "`--top-p` is 2"),
+        ({"prompt": "a", "stop": [1]}, RequestError, r"`stop` is \[1\], expected a text"),
+        ({"prompt": "a", "max_new_tokens": 2000}, RequestError, "1 prompt tokens and 2000 new ones need 2001 positions, the model's context has 1024"),
+        ({"prompt": ""}, RequestError, "the prompt is empty"),
+        ({"prompt": "a", "lora": "nowhere"}, CheckpointError, "`nowhere` has no `adapter_config"),
+    ],
+)
+def test_lines_that_cannot_be_served_are_named_before_any_weight_is_read(line, error, message, tmp_path):
+    folder = tiny.write_model(tmp_path / "model", max_position_embeddings=1024)
+    tiny.write_tensors(folder, {})
+    with pytest.raises(error, match=rf"line 2 of `.*f\.jsonl`: {message}"):
+        serve(folder, write_lines(tmp_path / "f.jsonl", [{"prompt": "a"}, line]))
+
+
+def test_files_without_requests_and_prompts_beside_them(folder, tmp_path):
+    with pytest.raises(RequestError, match="has no requests"):
+        serve(folder, write_lines(tmp_path / "f.jsonl", []))
+    with pytest.raises(RequestError, match="cannot be read: No such file"):
+        serve(folder, tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="`--chat` beside `--prompts-file`"):
+        serve(folder, write_lines(tmp_path / "g.jsonl", LINES), chat="Hi")
+    with pytest.raises(RequestError, match="the cache has 256"):
+        serve(folder, write_lines(tmp_path / "g.jsonl", LINES), cache_tokens=256)
+
+
+def test_jsonl_or_one_object_on_stdout(folder, tmp_path, capsys):
+    file = write_lines(tmp_path / "f.jsonl", LINES)
+    arguments = ["generate", str(folder), "--prompts-file", str(file), "--max-new-tokens", "9", "--ignore-eos"]
+    assert cli.run(arguments) == 0
+    shown = capsys.readouterr()
+    lines = [json.loads(line) for line in shown.out.splitlines()]
+    assert len(lines) == 5 and "requests 5, " in shown.err
+    assert cli.run([*arguments, "--json", "--batch", "2", "--token-budget", "30", "--latency-ms", "1000", "--optimistic"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {str(line["id"]): line["text"] for line in lines} == {str(line["id"]): line["text"] for line in found["answers"]}
+    assert cli.run([*arguments, "--cache-tokens", "256"]) == 16
+    assert "the cache has 256" in capsys.readouterr().err
