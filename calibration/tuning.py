@@ -125,6 +125,12 @@ class _Scaled(StoredTensor):
     def dequantize(self) -> Tensor:
         return self._linear.steps * self._scale.detach()[self._linear.group]
 
+    def to(self, device: Device) -> "_Scaled":
+        linear = self._linear
+        bias = None if linear.bias is None else linear.bias.to(device)
+        moved = RoundedLinear(linear.steps.to(device), linear.group.to(device), linear.scale.to(device), bias)
+        return _Scaled(moved, self._scale.to(device))
+
     def matmul(self, x: Tensor) -> Tensor:
         y: Tensor = _Multiply.apply(x, self._scale, self._linear)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -121,6 +121,10 @@ class StoredTensor(ABC):
     def matmul(self, x: Tensor) -> Tensor:
         """`x [m, in] · W [in, out] + bias → [m, out]`, in the dtype of `x`."""
 
+    @abstractmethod
+    def to(self, device: str | torch.device) -> "StoredTensor":
+        """The same weight on a device, itself if it is there; what it multiplies must be there too."""
+
     def repack(self) -> None:  # noqa: B027 - nothing to do for a weight that has one form
         """Take the form that the kernels read, where there is one, now rather than at the first product.
 

@@ -47,3 +47,7 @@ class DenseTensor(StoredTensor):
     def matmul(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+    def to(self, device: str | torch.device) -> "DenseTensor":
+        bias = None if self.bias is None else self.bias.to(device)
+        return DenseTensor(self.weight.to(device), bias, self.row_groups)

@@ -138,6 +138,17 @@ class Exl2Tensor(RepackedTensor[Exl2Weight]):
         y = backend.exl2_matmul(x, repacked)[:, : self.out_features]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def to(self, device: str | torch.device) -> "Exl2Tensor":
+        if torch.device(device).type == self._device:
+            return self
+        weight = self._stored()
+        words, scale_codes, scale_max, order = (
+            part.to(device) for part in (weight.words, weight.scale_codes, weight.scale_max, weight.order)
+        )
+        kept = {suffix: tensor.to(device) for suffix, tensor in self._kept.items()}
+        moved = Exl2Weight(words, scale_codes, scale_max, weight.groups, order)
+        return Exl2Tensor(moved, kept, self.out_features)
+
     def codes(self) -> Codes:
         """The integer codes and grids, rows in stored order, padding removed: what `encode` takes."""
         weight, width = self._stored(), self.out_features

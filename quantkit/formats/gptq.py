@@ -94,6 +94,16 @@ class GptqTensor(RepackedTensor[GptqWeight]):
         y = backend.gptq_matmul(x, repacked)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def to(self, device: str | torch.device) -> "GptqTensor":
+        if torch.device(device).type == self._device:
+            return self
+        weight = self._stored()
+        words, scales, zeros, group = (
+            part.to(device) for part in (weight.words, weight.scales, weight.zeros, weight.group)
+        )
+        kept = {suffix: tensor.to(device) for suffix, tensor in self._kept.items()}
+        return GptqTensor(GptqWeight(words, scales, zeros, group, weight.bits), kept)
+
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Codes uint8 [in, out] in the model's own order, zero points uint8 [groups, out], scales [groups, out]."""
         weight = self._stored()

@@ -24,7 +24,8 @@ class JoinedTensor(StoredTensor):
         if all(bias is None for bias in biases):
             self.bias = None
         else:
-            zeros = [torch.zeros(part.out_features, dtype=torch.float16) for part in stored]
+            device = next(bias.device for bias in biases if bias is not None)
+            zeros = [torch.zeros(part.out_features, dtype=torch.float16, device=device) for part in stored]
             self.bias = torch.cat([zero if bias is None else bias for zero, bias in zip(zeros, biases, strict=True)])
 
     def tensors(self) -> dict[str, Tensor]:
@@ -40,6 +41,9 @@ class JoinedTensor(StoredTensor):
 
     def matmul(self, x: Tensor) -> Tensor:
         return torch.cat([part.matmul(x) for part in self._parts.values()], dim=-1)
+
+    def to(self, device: str | torch.device) -> "JoinedTensor":
+        return JoinedTensor({name: part.to(device) for name, part in self._parts.items()})
 
     @property
     def stored_bits(self) -> int:

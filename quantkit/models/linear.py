@@ -5,7 +5,6 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from quantkit.errors import BackendError
 from quantkit.formats.codec import StoredTensor
 from quantkit.formats.dense import DenseTensor
 from quantkit.models.low_rank import LowRank
@@ -48,7 +47,7 @@ class Linear:
     def replace(self, stored: StoredTensor) -> None:
         """Use another form of this weight from now on."""
         self.stored = stored
-        self._running = _in_dtype(self.name, stored, self.dtype, self.device)
+        self._running = _in_dtype(stored, self.dtype, self.device)
 
     def adapted(self, addition: LowRank) -> "Linear":
         """Another linear of the same weight in the same memory, which adds this to its outputs."""
@@ -62,10 +61,8 @@ class Linear:
         self.stored.repack()
 
 
-def _in_dtype(name: str, stored: StoredTensor, dtype: torch.dtype, device: torch.device) -> StoredTensor:
+def _in_dtype(stored: StoredTensor, dtype: torch.dtype, device: torch.device) -> StoredTensor:
     if isinstance(stored, DenseTensor):
         bias = None if stored.bias is None else stored.bias.to(device, dtype)
         return DenseTensor(stored.weight.to(device, dtype), bias)
-    if device.type != "cpu":
-        raise BackendError(f"`{name}` is quantized and cannot run on `{device}`", hint="use `--device cpu`")
-    return stored
+    return stored.to(device)

@@ -38,6 +38,9 @@ class Probed(StoredTensor):
     def dequantize(self) -> torch.Tensor:
         return self.inner.dequantize()
 
+    def to(self, device: str | torch.device) -> "Probed":
+        return self
+
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         self.inputs.append(x.detach())
         self.zeros.append(torch.zeros(len(x), self.out_features, requires_grad=True))

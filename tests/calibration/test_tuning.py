@@ -68,6 +68,9 @@ class Plain(StoredTensor):
     def dequantize(self) -> torch.Tensor:
         return self.linear_.steps * self.scale.detach()[self.linear_.group]
 
+    def to(self, device: str | torch.device) -> "Plain":
+        return self
+
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         y = x @ (self.linear_.steps * self.scale[self.linear_.group])
         return y if self.bias is None else y + self.bias.float()

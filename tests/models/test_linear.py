@@ -1,10 +1,12 @@
 import pytest
 import torch
 
-from quantkit.errors import BackendError
-from quantkit.formats.codec import StoredTensor
+from quantkit.formats.codec import Layout, StoredTensor
 from quantkit.formats.dense import DenseTensor
+from quantkit.formats.exl2 import Exl2Codec
+from quantkit.formats.gptq import GptqCodec
 from quantkit.models.linear import Linear
+from quantkit.solver.gptq import solve
 
 
 class Tripled(StoredTensor):
@@ -21,6 +23,9 @@ class Tripled(StoredTensor):
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         return 3 * x
+
+    def to(self, device: str | torch.device) -> "Tripled":
+        return self
 
 
 def make(dtype: torch.dtype, stored: torch.dtype = torch.float32) -> tuple[Linear, torch.Tensor]:
@@ -79,6 +84,14 @@ def test_a_settled_weight_has_the_form_that_kernels_read_before_anything_runs() 
     assert linear.stored.forms == 1
 
 
-def test_quantized_weights_run_where_there_is_a_kernel_for_them() -> None:
-    with pytest.raises(BackendError, match=r"`a\.b` is quantized and cannot run on `meta`"):
-        Linear("a.b", Tripled(), torch.float32, "meta")
+@pytest.mark.parametrize("form", ["gptq", "exl2"])
+def test_a_quantized_weight_goes_to_the_device_whole(form: str) -> None:
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    codec = GptqCodec(4, 32) if form == "gptq" else Exl2Codec(Layout.uniform(64, 4, 32))
+    stored = codec.encode(solve(weight, None, codec).codes, torch.zeros(32))
+    moved = Linear("a.b", stored, torch.float16, "meta").stored
+    assert {name: (part.shape, part.dtype) for name, part in moved.tensors().items()} == {
+        name: (part.shape, part.dtype) for name, part in stored.tensors().items()
+    }
+    assert {part.device.type for part in (*moved.tensors().values(), moved.bias)} == {"meta"}
+    assert Linear("a.b", stored, torch.float16, "cpu").stored is stored
