@@ -103,7 +103,7 @@ def generate(
     kv_resident: Annotated[
         int,
         typer.Option(
-            "--kv-resident", help="Newest positions that stay on the device, older ones in host memory; 0 is all.", min=0
+            "--kv-resident", help="Newest positions that stay on the device, others in host memory; 0 is all.", min=0
         ),
     ] = 0,
     kv_window: Annotated[

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.commands import generate_queue
 from quantkit.commands.generate_queue import QueueReport
-from quantkit.commands.generate_setup import Setup, prompt_ids
+from quantkit.commands.generate_setup import Setup, cache_rows, prompt_ids
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.request import Completion, Delta, Tally
@@ -102,6 +102,9 @@ def run(
     load_seconds = time.perf_counter() - start
     for note in setup.checkpoint.notes:
         progress.say(note)
+    beyond = len(request.ids) + request.max_new_tokens - setup.checkpoint.model_config.context
+    if beyond > 0:
+        progress.say(f"the text may grow {beyond} positions beyond the model's context, where it was never tried")
     if not setup.tokenizer.eos_ids and not settings.ignore_eos:
         folder = setup.checkpoint.path
         progress.say(f"`{folder}` names no end-of-text token: generating all {settings.max_new_tokens} tokens")

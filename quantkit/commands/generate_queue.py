@@ -7,14 +7,15 @@ it leaves out is as on the command line. Every line is read and checked before a
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quantkit.checkpoint.adapter import open_weighted
-from quantkit.commands.generate_setup import Setup, read_text
+from quantkit.commands.generate_setup import Setup, cache_rows, read_text
 from quantkit.errors import QuantkitError, RequestError, UsageError
 from quantkit.progress import Progress
 from quantkit.runtime.capacity import CachePlan
+from quantkit.runtime.page_pool import CacheUse
 from quantkit.runtime.page_store import PAGE
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.request import Request
@@ -54,6 +55,7 @@ class QueueReport:
     passes: int
     preemptions: int
     placement: Placement
+    cache: CacheUse
 
     @property
     def prompt_tokens(self) -> int:
@@ -69,6 +71,7 @@ class QueueReport:
             ["requests", f"{len(self.answers)}, {self.prompt_tokens} prompt tokens"],
             ["answers", f"{self.new_tokens} tokens, {self.new_tokens / self.seconds:.1f}/s all together"],
             ["passes", f"{self.passes}, {self.preemptions} requests read again"],
+            *cache_rows(self.cache),
             ["loaded in", f"{self.load_seconds:.1f} s"],
             ["ran on", f"{self.placement.device}, {self.placement.dtype_name}, backend {self.placement.backend}"],
         ]
@@ -83,6 +86,7 @@ class QueueReport:
             "tokens_per_second": self.new_tokens / self.seconds,
             "passes": self.passes,
             "preemptions": self.preemptions,
+            **asdict(self.cache),
             "load_seconds": self.load_seconds,
             "dtype": self.placement.dtype_name,
             "device": self.placement.device,
@@ -148,9 +152,8 @@ def run(
                 task.advance()
     seconds = time.perf_counter() - start
     answers = tuple((names[number], scheduler.served[number]) for number in sorted(names))
-    return QueueReport(
-        settings.model, answers, seconds, load_seconds, scheduler.passes, scheduler.preemptions, setup.placement
-    )
+    counts = (scheduler.passes, scheduler.preemptions)
+    return QueueReport(settings.model, answers, seconds, load_seconds, *counts, setup.placement, pool.use)
 
 
 def _positions(plan: CachePlan, requests: list[Request], batch: int) -> int:

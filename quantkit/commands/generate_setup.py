@@ -13,6 +13,7 @@ from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.drafts import Draft, ModelDraft, NgramDraft, require_same_vocabulary
 from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load_model
+from quantkit.runtime.page_pool import CacheUse
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.request import Callback, Request, check
 from quantkit.runtime.sampler import Sampling
@@ -113,6 +114,16 @@ def sampling_of(settings: GenerateSettings) -> Sampling:
         frequency_penalty=settings.frequency_penalty,
         presence_penalty=settings.presence_penalty,
     )
+
+
+def cache_rows(use: CacheUse | None) -> list[list[str]]:
+    """What a cache took, for the console."""
+    if use is None:
+        return []
+    told = f"{use.cache_tokens:,} positions in {use.kv_format}, {use.cache_bytes:,} bytes"
+    if use.host_bytes:
+        told += f" on the device, {use.host_bytes:,} in host memory, {use.pages_streamed:,} pages streamed from there"
+    return [["cache", told]]
 
 
 def prompt_ids(settings: GenerateSettings, tokenizer: Tokenizer) -> list[int]:

@@ -1,7 +1,6 @@
 """CacheView: what a forward pass sees of the cache, the new tokens of one text or of several side by side.
 
-    capacity = admit(prompt_tokens=12, max_new_tokens=100, context=2048)
-    cache = KVCache(config, batch=1, capacity=capacity, dtype=torch.float32, device="cpu")
+    cache = KVCache(config, batch=1, capacity=164, dtype=torch.float32, device="cpu")
     model.forward(ids, cache=cache)          # every layer stores and attends, then the texts are longer
 
     view = CacheView(pool, [first, second], counts=[1, 30])          # ids [1, 31]: tokens of two texts in one row
@@ -128,7 +127,7 @@ class KVCache(CacheView):
 
     @property
     def size_bytes(self) -> int:
-        return self.pool.cache_bytes
+        return self.pool.use.cache_bytes
 
     def begin(self, count: int) -> tuple[Tensor, Tensor]:
         """See `CacheView`. Raises RequestError when they do not fit."""
@@ -148,31 +147,3 @@ class KVCache(CacheView):
     def clear(self) -> None:
         """Forget all positions."""
         self.truncate(0)
-
-
-def admit(prompt_tokens: int, max_new_tokens: int, context: int, capacity: int | None = None) -> int:
-    """The cache positions a request gets, checked before any work: `capacity`, or exactly what is needed.
-
-    context   positions the model can tell apart
-    capacity  positions of a cache of a given size, or None
-
-    Raises RequestError with all the numbers and the smallest change that helps. Nothing is ever cut silently.
-    """
-    if prompt_tokens < 1:
-        raise RequestError("the prompt is empty: there is nothing to continue", hint="pass at least one word")
-    if max_new_tokens < 1:
-        raise RequestError(f"{max_new_tokens} new tokens are asked for, expected at least 1", hint="--max-new-tokens 1")
-    needed = prompt_tokens + max_new_tokens
-    for limit, owner in ((context, "the model's context"), (capacity, "the cache")):
-        if limit is None or needed <= limit:
-            continue
-        room = limit - prompt_tokens
-        shorter = f"shorten the prompt by {needed - limit} tokens"
-        raise RequestError(
-            f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones need {needed} positions, "
-            f"{owner} has {limit}: {needed - limit} too few",
-            hint=f"`--max-new-tokens {room}`, or {shorter}"
-            if room > 0
-            else f"{shorter}: the prompt alone does not fit",
-        )
-    return needed if capacity is None else capacity

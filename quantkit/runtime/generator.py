@@ -13,7 +13,8 @@ import torch
 from quantkit.models.transformer import Model
 from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.answer import Answer
-from quantkit.runtime.cache import KVCache
+from quantkit.runtime.cache_sequence import CacheSequence
+from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.drafts import Draft, Drafting
 from quantkit.runtime.request import Completion, Delta, Request, check
 from quantkit.runtime.running import Running, step
@@ -22,22 +23,20 @@ from quantkit.runtime.tokenizer import Tokenizer
 WARM_UP_ROWS = 64
 """More rows than any kernel treats one by one."""
 
-PROMPT_PIECE = 2048
-"""Tokens of a prompt that go through the model at once: memory for activations does not grow beyond them."""
-
 
 class Generator:
-    """A model with its tokenizer. Every request gets its own cache, of `cache_tokens` positions or of what it needs.
+    """A model with its tokenizer. Every request gets its own cache.
 
+    cache  what it shall be
     draft  guesses at tokens, which the model then checks several at once; it changes speed, not what comes
     """
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, cache_tokens: int | None = None, draft: Draft | None = None
+        self, model: Model, tokenizer: Tokenizer, cache: CachePlan | None = None, draft: Draft | None = None
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.cache_tokens = cache_tokens
+        self.cache = cache or CachePlan()
         self.draft = draft
         self._adapted: dict[str, Model] = {}
 
@@ -74,11 +73,12 @@ class Generator:
             deltas.append(delta)
         end = time.perf_counter()
         tally = running.tally if self.draft else None
-        return Completion(tuple(deltas), len(request.ids), first - start, end - first, tally)
+        use = running.sequence.pool.use
+        return Completion(tuple(deltas), len(request.ids), first - start, end - first, tally, use)
 
     def admit(self, request: Request) -> int:
         """The cache positions that a request gets; everything that can be refused is refused here."""
-        capacity = check(request, self.model.config, self.cache_tokens)
+        capacity = check(request, self.model.config, self.cache, self.draft_tokens)
         request.adapters.check(self.model.config, self.model.architecture, self.tokenizer.folder)
         return capacity
 
@@ -93,11 +93,12 @@ class Generator:
 
     def _start(self, request: Request) -> Running:
         capacity = self.admit(request)
-        cache = KVCache(self.model.config, 1, capacity, self.model.dtype, self.model.device)
-        return Running(Answer(request, self.tokenizer), cache.sequences[0], self.drafting(capacity))
+        pool = self.cache.pool(self.model.config, capacity, self.model.dtype, self.model.device)
+        drafting = self.drafting(len(request.ids) + request.max_new_tokens)
+        return Running(Answer(request, self.tokenizer), CacheSequence(pool, capacity), drafting)
 
     def _steps(self, running: Running) -> Iterator[Delta]:
         model = self.adapted(running.answer.request.adapters)
         while running.answer.finish_reason is None:
-            (deltas,) = step(model, running.sequence.pool, [(running, PROMPT_PIECE)])
+            (deltas,) = step(model, running.sequence.pool, [(running, self.cache.piece)])
             yield from deltas

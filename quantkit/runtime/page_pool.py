@@ -62,6 +62,17 @@ class Span(NamedTuple):
         return self.tier is other.tier and ends == (other.start, other.offset)
 
 
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What a cache takes and did. Bytes are those of codes and scales, to the byte; pages are counted in each layer."""
+
+    kv_format: str
+    cache_tokens: int
+    cache_bytes: int
+    host_bytes: int
+    pages_streamed: int
+
+
 class CacheFull(RequestError):  # noqa: N818 - it is a state, and waiting may help
     """No page is left. Sequences that were admitted by their worst case never meet it."""
 
@@ -108,13 +119,10 @@ class PagePool:
         return self._main.free
 
     @property
-    def cache_bytes(self) -> int:
-        """On the device."""
-        return self._device.size_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        return self._host.size_bytes if self._host else 0
+    def use(self) -> CacheUse:
+        """What it takes on the device and in host memory, and how often a page came from there so far."""
+        host = self._host.size_bytes if self._host else 0
+        return CacheUse(self.form.name, self.capacity, self._device.size_bytes, host, self.pages_streamed)
 
     @property
     def _main(self) -> PageStore:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from quantkit.errors import RequestError
 from quantkit.models.config import ModelConfig
 from quantkit.runtime.adapters import AdapterSet
-from quantkit.runtime.cache import admit
+from quantkit.runtime.capacity import CachePlan
+from quantkit.runtime.page_pool import CacheUse
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.stops import require_text
 
@@ -120,6 +121,7 @@ class Completion:
     prefill_seconds   from the start to the first token
     decode_seconds    from the first token to the last
     tally             what guesses were worth, where there was a draft
+    cache             what its cache took, where it had one to itself
     """
 
     deltas: tuple[Delta, ...]
@@ -127,6 +129,7 @@ class Completion:
     prefill_seconds: float
     decode_seconds: float
     tally: Tally | None = None
+    cache: CacheUse | None = None
 
     @property
     def text(self) -> str:
@@ -162,16 +165,16 @@ class Completion:
         return steps / self.decode_seconds if steps else None
 
 
-def check(request: Request, config: ModelConfig, cache_tokens: int | None = None) -> int:
-    """The cache positions that a request gets; needs no weights, so it can be asked before any work.
+def check(request: Request, config: ModelConfig, plan: CachePlan | None = None, draft_tokens: int = 0) -> int:
+    """The cache positions that a request needs; no weights are needed, so it can be asked before any work.
 
     Raises RequestError for a request that does not fit into the cache or the model's context, or with unknown ids.
     """
-    capacity = admit(len(request.ids), request.max_new_tokens, config.context, cache_tokens)
+    needed = (plan or CachePlan()).admit(len(request.ids), request.max_new_tokens, config.context, draft_tokens)
     if max(request.ids) >= config.vocab_size:
         raise RequestError(
             f"the prompt has token id {max(request.ids)}, the model knows {config.vocab_size} ids: "
             "tokenizer and model do not belong together",
             hint="copy the tokenizer files of the original model into the folder",
         )
-    return capacity
+    return needed

@@ -8,7 +8,7 @@ from contiguous import ContiguousCache, greedy
 import quantkit
 from quantkit.errors import RequestError
 from quantkit.models.attention import attend
-from quantkit.runtime.cache import CacheView, KVCache, admit
+from quantkit.runtime.cache import CacheView, KVCache
 from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.cache_sequence import CacheSequence
 from quantkit.runtime.page_pool import PagePool
@@ -116,52 +116,6 @@ def test_wanted_logits_are_those_of_the_chosen_tokens(tmp_path):
     for sequence in view.sequences:
         sequence.truncate(0)
     torch.testing.assert_close(chosen, model.forward(ids, cache=view)[:, [2, 6]])
-
-
-@pytest.mark.parametrize("context", [1, 17, 255, 257, 2047])
-def test_any_length_is_admitted_to_the_last_position(context):
-    if context > 1:
-        assert admit(context - 1, 1, context) == context
-    with pytest.raises(RequestError):
-        admit(context, 1, context)
-
-
-def test_default_size_is_what_is_needed():
-    assert admit(100, 64, context=2048) == 164
-    assert admit(100, 64, context=2048, capacity=512) == 512
-
-
-def test_shortfall_is_told_with_all_numbers_and_the_smallest_change():
-    with pytest.raises(RequestError) as caught:
-        admit(100, 64, context=2048, capacity=128)
-    assert caught.value.message == (
-        "100 prompt tokens and 64 new ones need 164 positions, the cache has 128: 36 too few"
-    )
-    assert caught.value.hint == "`--max-new-tokens 28`, or shorten the prompt by 36 tokens"
-    assert admit(100, 28, 2048, 128) and admit(64, 64, 2048, 128), "both remedies work"
-
-
-def test_prompt_that_fills_the_context_alone():
-    with pytest.raises(RequestError, match="the model's context has 2048: 1976 too few") as caught:
-        admit(3000, 1024, context=2048)
-    assert caught.value.hint == "shorten the prompt by 1976 tokens: the prompt alone does not fit"
-
-
-@pytest.mark.parametrize(("prompt", "new"), [(800, 1024), (1800, 1024), (2200, 1024), (3000, 1024)])
-@pytest.mark.parametrize("capacity", [2048, 8192])
-def test_matrix_of_prompts_and_caches(prompt, new, capacity):
-    if prompt + new <= capacity:
-        assert admit(prompt, new, 8192, capacity) == capacity
-    else:
-        with pytest.raises(RequestError, match=f"{prompt} prompt tokens and {new} new ones"):
-            admit(prompt, new, 8192, capacity)
-
-
-def test_nothing_to_continue_and_nothing_asked_for():
-    with pytest.raises(RequestError, match="the prompt is empty"):
-        admit(0, 1, 10)
-    with pytest.raises(RequestError, match="0 new tokens are asked for"):
-        admit(1, 0, 10)
 
 
 @pytest.mark.parametrize("capacity", [2**43, 2**62, 10**25])

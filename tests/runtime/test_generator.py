@@ -5,6 +5,7 @@ import tiny
 import torch
 
 from quantkit.errors import GateError, RequestError
+from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load
 from quantkit.runtime.request import Request
@@ -129,7 +130,7 @@ def test_capacity_is_checked_before_the_first_token(tmp_path):
     ):
         generator.stream(Request(PROMPT, max_new_tokens=58))
     with pytest.raises(RequestError, match="the cache has 32"):
-        Generator(generator.model, generator.tokenizer, cache_tokens=32).stream(Request(PROMPT, max_new_tokens=26))
+        Generator(generator.model, generator.tokenizer, cache=CachePlan(tokens=32)).stream(Request(PROMPT, max_new_tokens=26))
 
 
 def test_the_last_position_can_be_used(tmp_path):
