@@ -5,13 +5,24 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.options import Calibration, CalibrationDtype, Device, JobFolder, Json, Restart, RowLength, Samples
+from quantkit.cli.options import (
+    Calibration,
+    CalibrationDtype,
+    Device,
+    JobFolder,
+    Json,
+    Restart,
+    Rotate,
+    RowLength,
+    Samples,
+)
 from quantkit.settings import MeasureSettings
 
 
 def measure(
     model: Annotated[str, typer.Argument(help="Folder of a Hugging Face model, or a hub id.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write: JSON, for `quantkit plan`.")],
+    rotate: Rotate = False,
     calibration: Calibration = "bundled",
     samples: Samples = 128,
     length: RowLength = 512,
@@ -29,6 +40,7 @@ def measure(
     settings = MeasureSettings(
         model=model,
         out=out,
+        rotate=rotate,
         calibration=calibration,
         samples=samples,
         length=length,

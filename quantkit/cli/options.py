@@ -16,4 +16,12 @@ CalibrationDtype = Annotated[str, typer.Option("--dtype", help="Of the calibrati
 JobFolder = Annotated[
     Path | None, typer.Option("--job", help="Folder for what is finished until all is; OUT.job if not given.")
 ]
+Rotate = Annotated[
+    bool,
+    typer.Option(
+        "--rotate",
+        help="Turn the model first, so that it says the same and no weight stands out: less damage at few bits. The "
+        "seed draws the rotation.",
+    ),
+]
 Restart = Annotated[bool, typer.Option("--restart", help="Forget what is finished, the result too, and begin again.")]

@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.options import Calibration, CalibrationDtype, Device, JobFolder, Json, Restart, RowLength, Samples
+from quantkit.cli.options import (
+    Calibration,
+    CalibrationDtype,
+    Device,
+    JobFolder,
+    Json,
+    Restart,
+    Rotate,
+    RowLength,
+    Samples,
+)
 from quantkit.errors import UsageError
 from quantkit.settings import QuantizeSettings
 
@@ -68,6 +78,7 @@ def quantize(
             help="GPTQ: a head that is the embedding becomes a weight of its own; the bytes are in the report.",
         ),
     ] = False,
+    rotate: Rotate = False,
     effort: Annotated[
         str,
         typer.Option(
@@ -146,6 +157,7 @@ def quantize(
         skip=tuple(skip or ()),
         lm_head=lm_head,
         untie_head=untie_head,
+        rotate=rotate,
         effort=effort,
         bpw=rates[0] if rates else None,
         head_bits=head_bits,

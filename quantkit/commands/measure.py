@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
+from quantkit.checkpoint.fingerprint import in_form
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.block_hessians import ReadyStage, ready_stages
 from quantkit.commands.block_walk import BlockWalk
 from quantkit.commands.measure_check import (
@@ -29,7 +30,7 @@ from quantkit.commands.measure_check import (
 from quantkit.commands.measure_outline import outline, subject_layouts
 from quantkit.commands.measure_report import MeasureReport
 from quantkit.commands.quantize_block import naming
-from quantkit.commands.quantize_job import Subject, choose_placement, open_subject, require_finite
+from quantkit.commands.quantize_job import Subject, choose_placement, open_model, open_subject, require_finite
 from quantkit.commands.resumption import facts_of, job_place
 from quantkit.commands.sensitivity import RunBackward, run_backward
 from quantkit.errors import PlanError
@@ -77,12 +78,12 @@ def run(
     `source` is what is read in place of `settings.model`: a quantized model, decoded. `backward` finds the gradients.
     """
     placement = choose_placement(settings.device, settings.dtype)
-    checkpoint = open_checkpoint(settings.model) if source is None else source
+    checkpoint = source or open_model(settings.model, settings.seed, rotate=settings.rotate)
     require_place(settings.out)
     place = Path(os.path.realpath(settings.out))
     with Job(job_place(settings.job, place, checkpoint.path)) as kept:
         subject = open_subject(checkpoint, settings, placement)
-        model = identify(checkpoint, kept.hints.get("model"))
+        model = identify(checkpoint.original, kept.hints.get("model"))
         facts = facts_of("measure", settings, subject, model)
         if place.exists():
             found = _finished_before(place, facts, overwrite=settings.overwrite or settings.restart)
@@ -93,8 +94,9 @@ def run(
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         require_finite(checkpoint, progress)
         squares = backward(subject, kept, settings.seed, progress).found.outputs
+        weights = in_form(model.weights, checkpoint)
         measurement = measure_model(
-            subject, kept, model.weights, squares, settings.calibration, settings.seed, progress, check=True
+            subject, kept, weights, squares, settings.calibration, settings.seed, progress, check=True
         )
         save_json(place, {**measurement.as_json(), "made_with": dict(facts)})
         kept.complete()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.fingerprint import in_form
 from quantkit.checkpoint.folder import RESULT_FILE
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
@@ -25,6 +26,7 @@ from quantkit.commands.quantize_job import (
     Subject,
     choose_placement,
     held_back_rows,
+    open_model,
     open_subject,
     prepare,
     require_finite,
@@ -88,7 +90,7 @@ def run(
     effort = choose_effort(settings)
     hessian_dtype = choose_hessian_dtype(settings.hessian_dtype)
     placement = choose_placement(settings.device, settings.dtype)
-    checkpoint = open_checkpoint(settings.model) if source is None else source
+    checkpoint = source or open_model(settings.model, settings.seed, rotate=settings.rotate)
     made = read_result(settings.out)
     overwrite = settings.overwrite or made is not None
     with (
@@ -98,7 +100,7 @@ def run(
         subject = open_subject(checkpoint, settings if effort.calibrates else None, placement)
         settings = fit_target(settings, subject, progress)
         unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
-        model = identify(checkpoint, kept.hints.get("model"))
+        model = identify(checkpoint.original, kept.hints.get("model"))
         facts = facts_of("quantize", settings, subject, model)
         if made is not None:
             found = finished_before(writer.path, made, facts, overwrite=settings.overwrite)
@@ -108,7 +110,8 @@ def run(
                 return replace(found, out=settings.out)
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         gradients = cache(partial(backward, subject, kept, settings.seed, progress))
-        recipe = choose_recipe(settings, subject, kept, model.weights, gradients, progress)
+        weights = in_form(model.weights, checkpoint)
+        recipe = choose_recipe(settings, subject, kept, weights, gradients, progress)
         job = prepare(
             subject,
             recipe,
@@ -131,7 +134,7 @@ def run(
         out=settings.out,
         format=recipe.name,
         effort=effort.name,
-        settings=recipe.settings(),
+        settings={**recipe.settings(), "rotate": settings.rotate},
         backend=f"{placement.backend}: {placement.reason}",
         plan=job.plan,
         linears=tuple(results),
@@ -199,7 +202,8 @@ def _check(written: Checkpoint, job: QuantizeJob, receipt: Receipt) -> None:
 def _measure(subject: Subject, out: Path, windows: Tensor, progress: Progress) -> Damage:
     """The result against the original on bundled text that calibration never sees, and one greedy answer."""
     device = subject.placement.device
-    reference = Model.stream(subject.checkpoint, subject.config, subject.architecture, torch.float32, device)
+    original = subject.checkpoint.original
+    reference = Model.stream(original, original.model_config, subject.architecture, torch.float32, device)
     candidate = load(out, device, torch.float32)
     found = divergence.compare(reference, candidate, windows, progress)
     prompt = _sample_prompt(subject.tokenizer)

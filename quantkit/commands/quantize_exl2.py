@@ -12,6 +12,7 @@ from quantkit.commands.quantize_rules import Rule, read_rules
 from quantkit.commands.sensitivity import BackwardPass
 from quantkit.consumers import TARGETS
 from quantkit.errors import UsageError
+from quantkit.formats.exl2_config import DENSE_HEAD_BITS
 from quantkit.formats.gptq import GptqCodec
 from quantkit.job.job import Job
 from quantkit.measurement import Measurement
@@ -31,6 +32,7 @@ GPTQ_OPTIONS = (
     *("bits", "group_size", "sym", "act_order", "group_aware", "checkpoint_format"),
     *("rule", "skip", "lm_head", "untie_head"),
 )
+PARTED = "the head of this model is its embedding: rotated, they are two weights"
 EXL2_OPTIONS = ("bpw", "head_bits", "include_head", "measurement", "plan")
 
 
@@ -107,12 +109,19 @@ def known_recipe(
     if settings.plan is not None:
         mixes = MixPlan.load(settings.plan)
         mixes.require(model or fingerprint(subject.checkpoint), settings.model)
+        _require_head(settings, subject, mixes.head_bits)
         return Exl2Recipe(mixes)
+    _require_head(settings, subject, settings.head_bits)
     if settings.measurement is None:
         return None
     measurement = Measurement.load(settings.measurement)
     measurement.require(model or fingerprint(subject.checkpoint), settings.model)
     return Exl2Recipe(_mixes(settings, measurement, progress))
+
+
+def _require_head(settings: QuantizeSettings, subject: Subject, head_bits: int) -> None:
+    if settings.rotate and head_bits == DENSE_HEAD_BITS and subject.checkpoint.original.model_config.tie_embeddings:
+        raise UsageError(PARTED, hint="quantize it: `--head-bits 8`")
 
 
 def _mixes(settings: QuantizeSettings, measurement: Measurement, progress: Progress) -> MixPlan:
@@ -126,7 +135,9 @@ def _mixes(settings: QuantizeSettings, measurement: Measurement, progress: Progr
 
 def choose_gptq(settings: QuantizeSettings, subject: Subject) -> GptqRecipe:
     """Raises UsageError for what cannot be done with the head of this model."""
-    tied = subject.config.tie_embeddings
+    tied = subject.checkpoint.original.model_config.tie_embeddings
+    if settings.rotate and tied and not settings.untie_head:
+        raise UsageError(PARTED, hint="add `--untie-head` for a head of its own; its bytes are in the report")
     if settings.lm_head and tied and not settings.untie_head:
         raise UsageError(
             "the head of this model is its embedding, which is not quantized",

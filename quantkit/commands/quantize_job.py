@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration import text as calibration_text
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
+from quantkit.checkpoint.rotated import RotatedCheckpoint
 from quantkit.commands.quantize_recipe import Recipe
 from quantkit.errors import BackendError, CalibrationError, CheckpointError, FormatError, UsageError
 from quantkit.formats.codec import Codec
@@ -76,8 +77,9 @@ class Subject:
 
     @property
     def parameters(self) -> int:
-        """Weights of the model, a tied head not counted twice."""
-        return sum(torch.Size(shape).numel() for shape in self.architecture.tensors(self.config).values())
+        """Weights of the original, a tied head not counted twice."""
+        config = self.checkpoint.original.model_config
+        return sum(torch.Size(shape).numel() for shape in self.architecture.tensors(config).values())
 
     @property
     def backward_rows(self) -> Tensor:
@@ -125,6 +127,12 @@ def choose_placement(device: str, dtype: str) -> Placement:
     return placement
 
 
+def open_model(model: str, seed: int, *, rotate: bool) -> Checkpoint:
+    """The model as it is to be quantized. Raises UnsupportedModel for one that cannot be rotated."""
+    checkpoint = open_checkpoint(model)
+    return RotatedCheckpoint.of(checkpoint, seed) if rotate else checkpoint
+
+
 def open_subject(checkpoint: Checkpoint, text: TextChoice | None, placement: Placement) -> Subject:
     """Every check of a model that needs no weights; `text` None is no text. Raises the error of whatever is not as it
     must be."""
@@ -134,7 +142,7 @@ def open_subject(checkpoint: Checkpoint, text: TextChoice | None, placement: Pla
             f"`{checkpoint.path}` is already quantized ({method})", hint="quantize the original model instead"
         )
     config, architecture = checkpoint.model_config, checkpoint.architecture
-    check_contents(checkpoint, config, architecture)
+    check_contents(checkpoint.original, checkpoint.original.model_config, architecture)
     tokenizer = Tokenizer.open(checkpoint.path)
     rows = torch.zeros(0, 0, dtype=torch.int64) if text is None else _calibration_rows(text, tokenizer, config)
     return Subject(checkpoint, config, architecture, placement, tokenizer, rows)
@@ -163,13 +171,15 @@ def prepare(
 
 
 def require_finite(checkpoint: Checkpoint, progress: Progress) -> None:
-    """Reads every tensor once: a NaN in the last block should not be found after all others were solved.
+    """Reads every tensor once, and as it is in another form too: a NaN in the last block should not be found after all
+    others were solved.
 
     Raises CheckpointError with the tensor and its file.
     """
-    names = checkpoint.names()
+    forms = (checkpoint,) if checkpoint.original is checkpoint else (checkpoint.original, checkpoint)
+    names = [(form, name) for form in forms for name in form.names()]
     with progress.task("check weights", total=len(names)) as task:
-        for name in names:
+        for checkpoint, name in names:
             tensor = checkpoint.tensor(name)
             parts = tensor.flatten().split(SCANNED_VALUES) if tensor.is_floating_point() else ()
             if not all(bool(torch.isfinite(end)) for part in parts for end in torch.aminmax(part)):

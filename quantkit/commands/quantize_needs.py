@@ -31,7 +31,8 @@ def disk_needs(job: QuantizeJob, *, weighs: bool) -> DiskNeeds:
     plan, subject = job.plan, job.subject
     before = sum(stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
     work = sum(linear.stored_bits for linear in plan.work) // 8
-    data = subject.checkpoint.stored_bytes - before + work + (0 if plan.head else plan.added_bits // 8)
+    added = plan.added_bits // 8 if plan.head is None and subject.config.tie_embeddings else 0
+    data = subject.checkpoint.stored_bytes - before + work + added
     side = sum(file.stat().st_size for file in subject.checkpoint.side_files() if file.is_file())
     states = 2 * states_bytes(subject)
     backward = subject.backward_spilled_bytes if weighs else 0

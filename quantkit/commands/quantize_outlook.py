@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.effort import choose_effort, choose_hessian_dtype
 from quantkit.commands.measure_outline import outline
 from quantkit.commands.quantize_exl2 import check_format, known_recipe
-from quantkit.commands.quantize_job import choose_placement, open_subject, prepare, require_finite
+from quantkit.commands.quantize_job import choose_placement, open_model, open_subject, prepare, require_finite
 from quantkit.commands.quantize_needs import DiskNeeds, disk_needs, require_space
 from quantkit.commands.quantize_recipe import Exl2Recipe, Recipe
 from quantkit.commands.quantize_rehearsal import Rehearsal, rehearse
@@ -85,7 +84,7 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
     check_format(settings)
     effort = choose_effort(settings)
     hessian_dtype = choose_hessian_dtype(settings.hessian_dtype)
-    checkpoint = open_checkpoint(settings.model)
+    checkpoint = open_model(settings.model, settings.seed, rotate=settings.rotate)
     overwrite = settings.overwrite or read_result(settings.out) is not None
     with CheckpointWriter(settings.out, source=checkpoint.path, overwrite=overwrite) as writer:
         out = writer.path
@@ -119,7 +118,7 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
         settings.out,
         job.recipe.name,
         effort.name,
-        job.recipe.settings(),
+        {**job.recipe.settings(), "rotate": settings.rotate},
         job.plan,
         expected is not None,
         needs,

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.fingerprint import fingerprint
-from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import measure, quantize
 from quantkit.commands.quantize_exl2 import check_format
+from quantkit.commands.quantize_job import open_model
 from quantkit.commands.quantize_report import QuantizeReport
 from quantkit.commands.resumption import Finished, read_result
 from quantkit.commands.sensitivity import RunOnce
@@ -70,6 +70,7 @@ def run_rates(settings: QuantizeSettings, rates: Sequence[float], progress: Prog
         choice = MeasureSettings(
             settings.model,
             file,
+            rotate=settings.rotate,
             calibration=settings.calibration,
             samples=settings.samples,
             length=settings.length,
@@ -82,7 +83,8 @@ def run_rates(settings: QuantizeSettings, rates: Sequence[float], progress: Prog
         )
         measure.run(choice, progress, backward=backward)
     measurement = Measurement.load(file)
-    measurement.require(fingerprint(open_checkpoint(settings.model)), settings.model)
+    checkpoint = open_model(settings.model, settings.seed, rotate=settings.rotate)
+    measurement.require(fingerprint(checkpoint), settings.model)
     for one in wanted:
         assert one.bpw is not None
         plan_mixes(measurement, one.bpw, head_bits=one.head_bits, include_head=one.include_head)

@@ -239,6 +239,7 @@ class QuantizeReport:
             *([] if head is None else [["bits per weight, head", f"{head.stored_bits / head.weights:.3f}"]]),
             *([["added by a head of its own", f"{added / 2**20:.1f} MiB"]] if added else []),
             ["size", f"{self.size_bytes / 2**20:.1f} MiB"],
+            *([["rotated", f"by seed {text.seed}, norms in the linears"]] if self.settings["rotate"] else []),
             ["linears", f"{len(self.plan.quantized)} quantized, {len(self.plan.dense)} left dense"],
             ["effort", self.effort],
             ["calibration", f"{text.source}, {text.rows} × {text.length} tokens, {text.dtype}"],

@@ -184,5 +184,5 @@ def _pass_through(job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, 
     for name in checkpoint.names():
         if name not in replaced:
             _add(writer, receipt, name, changes.tensors.get(name, checkpoint.tensor(name)))
-    if job.plan.added_bits and job.plan.head is None:
+    if job.plan.added_bits and job.plan.head is None and job.subject.config.tie_embeddings:
         _add(writer, receipt, f"{HEAD}.weight", checkpoint.tensor(f"{EMBEDDING}.weight"))

@@ -137,6 +137,6 @@ def test_a_value_beyond_the_dtype_is_refused_by_name(tmp_path: Path) -> None:
     tensors["model.norm.weight"][:] = 60_000
     tensors[HEAD] *= 30
     tiny.write_tensors(folder, tensors)
-    with pytest.raises(CheckpointError, match="`lm_head.weight` of `.*` cannot be rotated: in float16") as caught:
+    with pytest.raises(CheckpointError, match=r"`lm_head.weight` of `.*` cannot be rotated: in float16") as caught:
         RotatedCheckpoint.of(open_checkpoint(folder), seed=0).tensor(HEAD)
     assert "bfloat16" in (caught.value.hint or "")
