@@ -173,6 +173,24 @@ class DegenerationSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TasksSettings:
+    """`quantkit eval tasks MODEL TASK…`: a task is a `.jsonl` or a data set's name; `fields` rename what it has."""
+
+    model: str
+    tasks: tuple[str, ...]
+    limit: int | None = None
+    shots: int = 0
+    fields: tuple[str, ...] = ()
+    source: str | None = None
+    target: str | None = None
+    metrics: tuple[str, ...] = ()
+    split: str = "test"
+    save_items: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateSettings:
     """`quantkit generate MODEL`: one of three prompts, or a file of many, and how to continue it."""
 
@@ -197,7 +215,12 @@ class GenerateSettings:
     merge_lora: bool = False
     draft: str | None = None
     draft_tokens: int = 4
+    kv: str | None = None
     cache_tokens: int | None = None
+    kv_resident: int = 0
+    kv_window: int | None = None
+    kv_sink: int = 0
+    allow_beyond_context: bool = False
     prompts_file: Path | None = None
     batch: int = 16
     token_budget: int = 512
