@@ -3,16 +3,19 @@
 The libraries `datasets` and `huggingface_hub` are imported here alone, and only when a name is asked for.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from quantkit.errors import CalibrationError
 
 SHORT_NAMES = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1"), "c4": ("allenai/c4", "en")}
 HINT = "give local text instead: a `.parquet` (column `text`), `.jsonl` (key `text`) or UTF-8 FILE"
 SHUFFLE_BUFFER = 1000
+
+Row = TypeVar("Row")
 
 
 def read_dataset(name: str, split: str, limit: int | None = None, seed: int | None = None) -> list[str]:
@@ -22,20 +25,30 @@ def read_dataset(name: str, split: str, limit: int | None = None, seed: int | No
     seed    shuffle with it (a buffer of `SHUFFLE_BUFFER` documents); None keeps the order
     Raises CalibrationError where it cannot be read, at once where there is neither a network nor a copy in the cache.
     """
+    return _read(name, split, seed, lambda path, stream: _texts(path, stream, limit))
+
+
+def read_rows(name: str, split: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """The first rows of a data set as they are, of a hub id or `id:configuration`. Raises as `read_dataset` does."""
+    return _read(name, split, None, lambda path, stream: [dict(row) for row in itertools.islice(stream, limit)])
+
+
+def _read(name: str, split: str, seed: int | None, take: Callable[[str, Any], list[Row]]) -> list[Row]:
     try:
         import datasets
     except ImportError as error:
         raise CalibrationError(
             f"data set `{name}` cannot be read: the package `datasets` is not installed", hint=HINT
         ) from error
-    path, config = SHORT_NAMES.get(name, (name, None))
+    path, _, named = name.partition(":")
+    path, config = SHORT_NAMES.get(path, (path, named or None))
     failure = _why_unreachable(path)
     try:
         with _cache_alone(datasets) if failure else nullcontext():
             stream = datasets.load_dataset(path, config, split=split, streaming=True)
             if seed is not None:
                 stream = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-            return _texts(path, stream, limit)
+            return take(path, stream)
     except CalibrationError:
         raise
     except Exception as error:  # the library raises its own, the hub's and the HTTP client's errors

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.settings import CompareSettings, DegenerationSettings, PerplexitySettings, TextSettings
+from quantkit.settings import CompareSettings, DegenerationSettings, PerplexitySettings, TasksSettings, TextSettings
 
 evaluate = typer.Typer(
     help="Measure a model, or one model against another.",
@@ -152,3 +152,55 @@ def degeneration(
     console.print_table(f"{model}: {report.verdict}", list(report.COLUMNS), report.rows(), text_columns=2)
     console.print_table("why", ["", ""], report.facts(), text_columns=2)
     return report.exit_code
+
+
+@evaluate.command()
+def tasks(
+    model: Annotated[str, typer.Argument(help="Folder of a model, or a hub id.")],
+    task: Annotated[list[str], typer.Argument(help="Files of items, .jsonl, or data sets of the hub, as id:config.")],
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="Ask only this many items, the first ones.", min=1)
+    ] = None,
+    shots: Annotated[int, typer.Option("--shots", help="Items shown with their answers in front of each.", min=0)] = 0,
+    field: Annotated[
+        list[str] | None, typer.Option("--field", help="Rename a field of the items, as query=prompt; may be repeated.")
+    ] = None,
+    source: Annotated[str | None, typer.Option("--source", help="Field to translate from.")] = None,
+    target: Annotated[str | None, typer.Option("--target", help="Field to translate to; scored by sacrebleu.")] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", help="Of written answers, beside exact match and F1: an installed quantkit.metrics."),
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="Of a data set of the hub.")] = "test",
+    save_items: Annotated[
+        Path | None, typer.Option("--save-items", help="Write what every item got to a .jsonl file.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Ask MODEL the questions of files: choices by likelihood, last words, written answers, translations. The fields of
+    the items tell which."""
+    settings = TasksSettings(
+        model,
+        tuple(task),
+        limit,
+        shots,
+        tuple(field or ()),
+        source,
+        target,
+        tuple(metric or ()),
+        split,
+        save_items,
+        device,
+        dtype,
+    )
+    from quantkit import console
+    from quantkit.commands.evaluate_tasks import run
+
+    report = run(settings, console.Bars())
+    if as_json:
+        console.print_json(report.as_json())
+        return
+    console.print_table(model, list(report.COLUMNS), report.rows(), text_columns=3)
+    console.print_table("of", ["", ""], report.facts(), text_columns=2)

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import tiny
@@ -171,5 +172,65 @@ def test_degeneration_says_what_it_found_and_exits_by_it(folder, tmp_path, capsy
 )
 def test_what_cannot_be_probed_is_refused(arguments, code, message, folder, capsys):
     assert cli.run(["eval", "degeneration", folder, *arguments, "--json"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"error: {message}")
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    file = tmp_path_factory.mktemp("tasks") / "ends.jsonl"
+    rows = [{"query": f"the end of {at}", "choices": ["the thing", "sands"], "gold": at % 2} for at in range(6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_tasks_of_every_kind(folder, questions, tmp_path, capsys):
+    last, written = tmp_path / "last.jsonl", tmp_path / "written.jsonl"
+    last.write_text('{"context": "the end of the", "continuation": "thing"}\n' * 2)
+    written.write_text('{"context": "x", "question": "y", "answers": ["z"]}\n' * 2)
+    items = tmp_path / "items.jsonl"
+    arguments = ["eval", "tasks", folder, questions, str(last), str(written), "--limit", "3", "--save-items", str(items)]
+    assert cli.run([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["task"], one["kind"], one["items"]) for one in found["tasks"]] == [
+        ("ends", "multiple choice", 3),
+        ("last", "last word", 2),
+        ("written", "answer", 2),
+    ]
+    assert set(found["tasks"][0]["figures"]) == {"accuracy", "accuracy_by_length"}
+    assert set(found["tasks"][2]["figures"]) == {"exact_match", "f1"}
+    saved = [json.loads(line) for line in items.read_text().splitlines()]
+    assert len(saved) == 7 and saved[0]["task"] == "ends" and len(saved[0]["likelihoods"]) == 2
+    assert cli.run(arguments[:4]) == 0
+    shown = capsys.readouterr().out
+    assert "accuracy" in shown and "ends" in shown
+
+
+def test_examples_change_what_is_asked_and_fields_may_be_renamed(folder, questions, tmp_path, capsys):
+    renamed = tmp_path / "renamed.jsonl"
+    renamed.write_text(Path(questions).read_text().replace('"query"', '"sentence"'))
+    values = []
+    for arguments in ([questions], [questions, "--shots", "2"], [str(renamed), "--shots", "2", "--field", "query=sentence"]):
+        items = tmp_path / "items"
+        assert cli.run(["eval", "tasks", folder, *arguments, "--save-items", str(items), "--json"]) == 0
+        capsys.readouterr()
+        values.append([json.loads(line)["likelihoods"] for line in items.read_text().splitlines()])
+    assert len(values[0]) == 6 and len(values[1]) == 4 and values[1] == values[2] and values[0][2:] != values[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["absent.jsonl"], 13, "`absent.jsonl` cannot be read: No such file"),
+        (["QUESTIONS", "--field", "query=gold"], 13, "`ends` has the fields `query`, `choices`, which make no task"),
+        (["QUESTIONS", "--field", "query"], 2, "`--field query` renames nothing"),
+        (["QUESTIONS", "--metric", "absent"], 2, "there is no metric `absent`"),
+        (["QUESTIONS", "--source", "en"], 2, "a translation needs `--source` and `--target`"),
+        (["QUESTIONS", "--shots", "6"], 13, "`ends` has 6 items, 6 of them as examples leave none"),
+    ],
+)
+def test_tasks_that_cannot_be_asked_are_refused(arguments, code, message, folder, questions, capsys):
+    arguments = [questions if one == "QUESTIONS" else one for one in arguments]
+    assert cli.run(["eval", "tasks", folder, *arguments, "--json"]) == code
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(f"error: {message}")
