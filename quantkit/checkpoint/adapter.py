@@ -6,7 +6,6 @@ Tensors are `base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight
 
 import hashlib
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.folder import is_pickle, read_json
-from quantkit.checkpoint.header import TORCH_DTYPES, Header, read_header
+from quantkit.checkpoint.header import TORCH_DTYPES, Header, read_header, shown
 from quantkit.checkpoint.regular import file_stamp, open_regular, read_chunks, read_into
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.formats.patterns import compile_pattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -59,7 +59,7 @@ class Adapter:
         """alpha / r, or alpha / √r with rsLoRA, of the module that this name belongs to."""
         module = name.removesuffix(".weight")
         rank = self.header.entries[self.deltas[name][0]].shape[0]
-        alpha = float(_of_module(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8)))
+        alpha = float(_of_module(self.config, "alpha_pattern", module, self.config.get("lora_alpha", 8)))
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def delta(self, name: str) -> Tensor:
@@ -111,6 +111,7 @@ def open_adapter(path: Path) -> Adapter:
     for key in REFUSED:
         if config.get(key):
             raise CheckpointError(f"`{key}` of `{path / CONFIG}` cannot be honoured", hint=TRAINED_WITH)
+    _check_numbers(config, path / CONFIG)
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"`{path}` trains biases (`bias` is {config['bias']!r})", hint=TRAINED_WITH)
     if not (path / WEIGHTS).is_file():
@@ -165,7 +166,7 @@ def _check_ranks(adapter: Adapter) -> None:
     config = adapter.config
     for name, (first, second, _) in adapter.deltas.items():
         shapes = [adapter.header.entries[key].shape for key in (first, second)]
-        expected = _of_module(config.get("rank_pattern"), name.removesuffix(".weight"), config.get("r"))
+        expected = _of_module(config, "rank_pattern", name.removesuffix(".weight"), config.get("r"))
         if [len(shape) for shape in shapes] != [2, 2] or shapes[0][0] != shapes[1][1]:
             raise CheckpointError(f"`{first}` and its other half do not fit: {shapes}", hint="fetch it again")
         if expected is not None and shapes[0][0] != expected:
@@ -174,9 +175,29 @@ def _check_ranks(adapter: Adapter) -> None:
             )
 
 
-def _of_module(patterns: Any, module: str, default: Any) -> Any:
+def _of_module(config: Mapping[str, Any], patterns: str, module: str, default: Any) -> Any:
     """The value of the first pattern that fits the end of a module's name, as PEFT matches them."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+    for pattern, value in (config.get(patterns) or {}).items():
+        if compile_pattern(rf"(.*\.)?({pattern})$").match(module):
             return value
     return default
+
+
+def _check_numbers(config: Mapping[str, Any], file: Path) -> None:
+    """Ranks and factors are numbers, for every module and for those of a pattern."""
+    named: list[tuple[str, Any]] = [(key, config.get(key)) for key in ("r", "lora_alpha")]
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict):
+            raise CheckpointError(f"`{key}` in `{file}` is no object", hint="fetch this file again")
+        for pattern, value in patterns.items():
+            try:
+                compile_pattern(rf"(.*\.)?({pattern})$")
+            except ValueError as error:
+                raise CheckpointError(f"`{key}` in `{file}`: {shown(pattern)}: {error}", hint=TRAINED_WITH) from error
+            named.append((key, value))
+    for key, value in named:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise CheckpointError(
+                f"`{key}` in `{file}` is {shown(str(value))}, expected a number", hint="fetch this file again"
+            )

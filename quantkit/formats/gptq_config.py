@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.errors import FormatError
+from quantkit.formats.patterns import compile_pattern
 from quantkit.version import VERSION
 
 WIDTHS = (2, 3, 4, 8)
+MOST_RULES = 10_000
 CHECKPOINT_FORMATS = ("gptq", "gptq_v2")
 # Formats that share the name of the method but not the layout of the words.
 FOREIGN_FORMATS = {"gptq_p": "planar codes", "marlin": "Marlin tiles", "bitblas": "BitBLAS tiles"}
@@ -63,6 +65,9 @@ class GptqConfig:
         rules = config.get("dynamic") or {}
         if not isinstance(rules, Mapping):
             raise FormatError(f"expected an object for `dynamic`, found `{rules}` in `{where}`", hint=CORRECT)
+        if len(rules) > MOST_RULES:
+            message = f"`dynamic` in `{where}` has {len(rules)} rules, at most {MOST_RULES} are read"
+            raise FormatError(message, hint=CORRECT)
         read = tuple(_rule(*item, where) for item in rules.items())
         return cls(base, _flag(config, "lm_head", False, where), read, where)
 
@@ -170,10 +175,10 @@ def _rule(pattern: str, override: Any, where: str) -> tuple[str, Mapping[str, An
     """A `dynamic` entry without its prefix; None as the override of a negative one (`-:`)."""
     bare = pattern.removeprefix("+:").removeprefix("-:")
     try:
-        re.compile(bare)
-    except re.error as error:
-        message = f"`dynamic` pattern `{pattern}` in `{where}` is no regular expression: {error}"
-        raise FormatError(message, hint=CORRECT) from error
+        compile_pattern(bare)
+    except ValueError as error:
+        shown = pattern if len(pattern) <= 60 else f"{pattern[:57]}..."
+        raise FormatError(f"`dynamic` pattern `{shown}` in `{where}` cannot be used: {error}", hint=CORRECT) from error
     if pattern.startswith("-:"):
         return bare, None
     if not isinstance(override, Mapping):

@@ -61,7 +61,7 @@ def test_unknown_keys_are_ignored() -> None:
         ({"group_size": "128"}, "expected `group_size` -1 or above 0, found `128`"),
         ({"sym": "yes"}, "expected true or false for `sym`, found `yes`"),
         ({"dynamic": ["x"]}, "expected an object for `dynamic`"),
-        ({"dynamic": {"(": {}}}, "`dynamic` pattern `\\(` in `quantization_config` is no regular expression"),
+        ({"dynamic": {"(": {}}}, "`dynamic` pattern `\\(` in `quantization_config` cannot be used: it is no regular expression"),
         ({"dynamic": {"x": 4}}, "expected an object for `dynamic` rule `x`, found `4`"),
     ],
 )
