@@ -1,27 +1,26 @@
 """A model's chat template: found among its files, compiled in a sandbox, rendered within limits.
 
-A template is code that came with somebody else's weights. It runs in jinja2's immutable sandbox, sees only what it is
-handed, and cannot be very long, count very far, repeat text without end or write very much. It knows no token ids.
+A template is code that came with somebody else's weights. It runs in the sandbox of `chat_sandbox`, sees only what
+it is handed, and cannot be very long, count very far, repeat text without end or write very much. It knows no token
+ids.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Sized
-from datetime import datetime
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quantkit.checkpoint.regular import refuse_pointer
+from quantkit.checkpoint.regular import open_regular, read_at, refuse_pointer
 from quantkit.errors import CheckpointError, RequestError
+from quantkit.runtime.chat_sandbox import Refusal, Sandbox
 
-MAX_SOURCE_CHARS = 1 << 19
+MAX_SIDE_BYTES = 1 << 25
+MAX_SOURCE_CHARS = 1 << 17
 MAX_OUTPUT_CHARS = 1 << 23
-MAX_LOOP_STEPS = 1_000_000
 
 AGAIN = "fetch this file again"
 PLAIN_TEXT = "use `--prompt` with plain text, or mend the template"
@@ -45,13 +44,17 @@ class ChatTemplate:
                 f"{MAX_SOURCE_CHARS} that are accepted",
                 hint="use `--prompt` with plain text",
             )
+        self._sandbox, self._turn = Sandbox(), Lock()
         try:
-            self._template = _Sandbox().from_string(source)
+            self._template = self._sandbox.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the chat template in `{file}` does not compile: line {error.lineno}: {error.message}",
                 hint=PLAIN_TEXT,
             ) from error
+        except Exception as error:  # RecursionError, MemoryError and SyntaxError, of what is nested too deeply
+            message = f"the chat template in `{file}` does not compile: {error}"
+            raise CheckpointError(message, hint=PLAIN_TEXT) from error
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, answer: bool = True
@@ -68,10 +71,9 @@ class ChatTemplate:
                     "tools": tools,
                     "documents": None,
                     "add_generation_prompt": answer,
-                    "range": _range_within(MAX_LOOP_STEPS),
                 }
             )
-        except _Refusal as error:
+        except Refusal as error:
             raise RequestError(
                 f"the chat template in `{self.file}` refuses these messages: {error.message}",
                 hint="change the roles or their order, or use `--prompt` with plain text",
@@ -84,11 +86,13 @@ class ChatTemplate:
 
     def _write(self, values: dict[str, Any]) -> str:
         written, pieces = 0, []
-        for piece in self._template.generate(values):
-            written += len(piece)
-            if written > MAX_OUTPUT_CHARS:
-                raise jinja2.TemplateRuntimeError(f"it writes more than {MAX_OUTPUT_CHARS} characters")
-            pieces.append(piece)
+        with self._turn:
+            self._sandbox.begin()
+            for piece in self._template.generate(values):
+                written += len(piece)
+                if written > MAX_OUTPUT_CHARS:
+                    raise jinja2.TemplateRuntimeError(f"it writes more than {MAX_OUTPUT_CHARS} characters")
+                pieces.append(piece)
         return "".join(pieces)
 
 
@@ -104,7 +108,7 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str =
         files["default"] = main
     if name in files:
         try:
-            return files[name].read_text(encoding="utf-8"), files[name]
+            return _read(files[name]).decode("utf-8"), files[name]
         except UnicodeDecodeError as error:
             raise CheckpointError(f"`{files[name]}` is not UTF-8 text: {error}", hint=AGAIN) from error
     for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
@@ -138,77 +142,25 @@ def _named(found: Any, name: str, file: Path) -> str:
 
 def read_json(file: Path) -> dict[str, Any]:
     """An optional side file of a checkpoint as a dict, empty where it is absent. Raises CheckpointError if damaged."""
-    try:
-        raw = file.read_bytes()
-        refuse_pointer(file, raw)
-        content = json.loads(raw.decode("utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return {}
-    except (ValueError, OSError, RecursionError) as error:
+    raw = _read(file)
+    try:
+        content = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"`{file}` cannot be read as JSON: {error}", hint=AGAIN) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"`{file}` holds a JSON {type(content).__name__}, not an object", hint=AGAIN)
     return content
 
 
-class _Refusal(jinja2.TemplateError):
-    """A template's own `raise_exception(...)`."""
-
-
-def _refuse(message: object = "") -> None:
-    raise _Refusal(str(message))
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: jinja2's own filter of this name escapes for HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _range_within(budget: int) -> Callable[..., range]:
-    """`range` for one rendering: all its loops together may take `budget` steps."""
-    left = budget
-
-    def limited(*bounds: int) -> range:
-        nonlocal left
-        steps = range(*bounds)
-        left -= len(steps)
-        if left < 0:
-            raise jinja2.TemplateRuntimeError(f"its loops take more than {budget} steps")
-        return steps
-
-    return limited
-
-
-class _GenerationTag(Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's words for training; here its body is just text."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 reads a plain set
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The dialect that chat templates are written in, without powers and without large repetitions."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
-        self.filters["tojson"] = _to_json
-        self.globals["raise_exception"] = _refuse
-        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        size = max((len(side) for side in (left, right) if isinstance(side, Sized)), default=0)
-        times = max((side for side in (left, right) if isinstance(side, int)), default=0)
-        if operator == "**" or size * times > MAX_OUTPUT_CHARS:
-            raise jinja2.exceptions.SecurityError(f"`{operator}` is not allowed here")
-        return super().call_binop(context, operator, left, right)
+def _read(file: Path) -> bytearray:
+    """Raises CheckpointError for what is no file, too large, or what git-LFS leaves in place of one."""
+    with open_regular(file) as (descriptor, status):
+        if status.st_size > MAX_SIDE_BYTES:
+            raise CheckpointError(
+                f"`{file}` holds {status.st_size} bytes; at most {MAX_SIDE_BYTES} are read", hint=AGAIN
+            )
+        raw = read_at(descriptor, status.st_size, 0)
+    refuse_pointer(file, raw)
+    return raw

@@ -90,11 +90,37 @@ def test_template_that_fails_names_the_file(source, tmp_path):
         "{% for i in range(1000000000) %}{% endfor %}",
         "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}" + "x" * 400 + "{% endfor %}",
+        "{{ 'a' | center(2000000000) }}",
+        "{{ '%2000000000d' % 1 }}",
+        "{{ '{:{w}d}'.format(1, w=2000000000) }}",
+        "{{ 'a'.ljust(2000000000) }}",
+        "{{ (1).to_bytes(2000000000, 'big') }}",
+        "{% set ns = namespace(a='aaaaaaaaaaaaaaaa') %}{% for i in range(40) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+        "{% set ns = namespace(a=[messages]) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ ns.a }}",
+        "{% set ns = namespace(a=7) %}{% for i in range(40) %}{% set ns.a = ns.a * ns.a %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% set s = 'ab' * 400000 %}{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
+        "{% set s = 'a' * 8000000 %}{% for i in range(99999) %}{% if s == s %}{% endif %}{% endfor %}",
+        "{% set s = 'a' * 8000000 %}{% for i in range(99999) %}{% set t = s[1:] %}{% endfor %}",
+        "{{ range(999999999) | list | length }}",
+        "{{ ','.join(['a' * 10000] * 100000) }}",
     ],
 )
 def test_hostile_templates_are_stopped(source, tmp_path):
     with pytest.raises(CheckpointError, match="fails"):
         render(source, tmp_path)
+
+
+def test_templates_that_nest_without_end_do_not_compile(tmp_path):
+    for source in ("{% if a %}" * 500 + "{% endif %}" * 500, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"):
+        with pytest.raises(CheckpointError, match="does not compile"):
+            render(source, tmp_path)
+
+
+def test_long_conversations_are_within_the_budget(tmp_path):
+    turns = [{"role": "user", "content": "word " * 400}] * 1500
+    source = "{% for m in messages %}{{ '<' + m.role + '>' + m.content | trim + eos_token }}{% endfor %}"
+    assert len(render(source, tmp_path, turns)) > 2_900_000
 
 
 def test_overlong_template_is_refused(tmp_path):
