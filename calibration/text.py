@@ -8,6 +8,7 @@ depends on the seed alone. A source far longer than what is asked for is tokeniz
 
 import json
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,6 +23,7 @@ from quantkit.errors import CalibrationError
 
 HELD_BACK = "held-back.txt"
 PIECE_CHARACTERS = 1 << 16  # tokenized at once: bounds the memory of the tokenizer
+USUAL_SAMPLES = 128
 CHARACTERS_PER_TOKEN = 32  # of a longer source only this much text is tokenized for each token asked for
 ROW_HINT = 'each line of `.jsonl` looks like {"text": "…"}; the Parquet column `text` holds strings'
 
@@ -64,6 +66,12 @@ def token_rows(source: str, tokenizer: Encoder, samples: int, length: int, seed:
         sources = [(read_documents(Path(source)), 1.0)]
     else:
         sources = [(_read_named(source, limit, seed), 1.0)]
+    if samples > (most := _most_rows(sources, length - len(head))):
+        raise CalibrationError(
+            f"calibration text too short: `{source}` cannot have more than {most} rows of {length} tokens, "
+            f"and {samples} rows are asked for",
+            hint=f"use `--samples {min(most, USUAL_SAMPLES)}`, or longer text with `--calibration FILE`",
+        )
     streams = [(_encode(_excerpt(documents, limit, generator), tokenizer), share) for documents, share in sources]
     windows = [(_windows(tokens, head, length), share) for tokens, share in streams]
     rows = sum(len(part) for part, _ in windows)
@@ -77,6 +85,15 @@ def token_rows(source: str, tokenizer: Encoder, samples: int, length: int, seed:
             else "use a smaller `--length`, or longer text with `--calibration FILE`",
         )
     return _draw(windows, samples, generator)
+
+
+def _most_rows(sources: Sequence[tuple[list[str], float]], body: int) -> int:
+    """Known without a tokenizer: no token is less than a byte. One more for each piece that is tokenized by itself."""
+    characters = [sum(map(len, documents)) for documents, _ in sources]
+    if body < 1 or max(characters) < PIECE_CHARACTERS:
+        return sys.maxsize  # `_windows` will refuse the one, and the other is counted in a moment
+    sizes = (4 * count + count // PIECE_CHARACTERS + 2 for count in characters)
+    return sum(size // body for size in sizes)
 
 
 def held_back(tokenizer: Encoder, length: int, windows: int) -> Tensor:
@@ -167,8 +184,9 @@ def _read_jsonl(path: Path, content: str) -> list[str]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CalibrationError(f"line {number} of `{path}` is not JSON: {error.msg}", hint=ROW_HINT) from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            why = getattr(error, "msg", "it is nested too deeply")
+            raise CalibrationError(f"line {number} of `{path}` is not JSON: {why}", hint=ROW_HINT) from error
         documents.append(_text(row.get("text") if isinstance(row, dict) else None, f"line {number} of `{path}`"))
     return documents
 

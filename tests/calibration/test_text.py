@@ -114,6 +114,17 @@ def test_documents_are_joined_by_a_blank_line(tmp_path: Path) -> None:
     assert sorted(_letters(rows)) == ["\ndef", "abc\n"]
 
 
+def test_far_too_many_rows_are_refused_before_anything_is_tokenized() -> None:
+    class Never:
+        def encode(self, text: str, special: bool = False) -> list[int]:
+            assert len(text) < 10, "a text was tokenized"
+            return [1]
+
+    with pytest.raises(CalibrationError, match="cannot have more than") as caught:
+        text.token_rows("bundled", Never(), 1_000_000, 512, 0)
+    assert "--samples 128" in caught.value.hint
+
+
 def test_too_short_text_tells_the_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 1300)
     with pytest.raises(CalibrationError, match=r"has 1,300 tokens, which is 2 rows of 512 tokens, and 128 rows") as error:
