@@ -203,6 +203,11 @@ class Checkpoint:
     def _decode(self, module: str, linear: str, part: int) -> StoredTensor:
         """One module on disk, which is a linear or, if that is fused, that part of it."""
         suffixes = self._suffixes[module]
+        if "weight" in suffixes and (exl2.recognise(suffixes) or gptq.recognise(suffixes)):
+            raise FormatError(
+                f"{shown(module)} in `{self.path}` is both dense and quantized: {', '.join(suffixes)}",
+                hint="remove the tensors of the form that does not belong to this model, or fetch it again",
+            )
         tensors = {suffix: self.tensor(f"{module}.{suffix}") for suffix in suffixes}
         if exl2.recognise(suffixes):
             return exl2.decode(module, tensors, self._width(module, linear, part))

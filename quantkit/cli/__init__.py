@@ -47,7 +47,10 @@ def run(arguments: list[str], heard: Sequence[int] = ()) -> int:
     usage_error: Any = typer.BadParameter.__bases__[0]
 
     debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    if "--offline" in arguments:
+        # Read by the hub's libraries when they are imported, which they are not before a hub id is given.
+        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    arguments = [argument for argument in arguments if argument not in ("--debug", "--offline")]
     try:
         code = app(arguments, prog_name="quantkit", standalone_mode=False)
         # Typer answers Ctrl-C with Exit(130), which it hands back as the command's result.

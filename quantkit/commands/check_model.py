@@ -62,9 +62,26 @@ def config_faults(config: Mapping[str, Any], where: str) -> list[QuantkitError]:
     return faults
 
 
+MARKS = {"gptq": ".qweight", "awq": ".qweight", "exl2": ".q_weight"}
+"""The tensor that every linear of a method has."""
+
+
 def quantization_faults(checkpoint: Checkpoint) -> list[QuantkitError]:
-    """Settings of GPTQ that cannot be read, where there are GPTQ tensors to go with them."""
-    if checkpoint.quantization is None or not any(name.endswith(".qweight") for name in checkpoint.names()):
+    """Settings of GPTQ that cannot be read, where there are GPTQ tensors to go with them; settings of a method that no
+    linear is stored in."""
+    if checkpoint.quantization is None:
+        return []
+    method = str(checkpoint.quantization.get("quant_method", "gptq"))
+    mark = MARKS.get(method)
+    if mark is not None and not any(name.endswith(mark) for name in checkpoint.names()):
+        return [
+            FormatError(
+                f"`quantization_config` in `{checkpoint.path / 'config.json'}` says {method}, but no linear is stored "
+                f"so: there is no tensor `…{mark}`",
+                hint="remove `quantization_config` from config.json, or fetch the weights again",
+            )
+        ]
+    if mark != MARKS["gptq"]:
         return []
     try:
         GptqConfig.read(checkpoint.quantization, str(checkpoint.path / "config.json"))

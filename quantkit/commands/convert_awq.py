@@ -74,12 +74,25 @@ def _settings(source: Checkpoint) -> GptqSettings:
     """Found in the tensors, one linear at a time: the group size of the first, and whether every zero is the middle."""
     group_size, sym = None, True
     for module in modules(source):
-        info = source.info(f"{module}.qweight"), source.info(f"{module}.qzeros")
-        rows, groups = info[0].shape[0], info[1].shape[0]
+        shapes = source.info(f"{module}.qweight").shape, source.info(f"{module}.qzeros").shape
+        if not all(len(shape) == 2 and shape[0] for shape in shapes):
+            raise FormatError(
+                f"`{module}.qweight` and `{module}.qzeros` have shapes {list(shapes[0])} and {list(shapes[1])}, "
+                "expected matrices",
+                hint=awq.AGAIN,
+            )
+        rows, groups = shapes[0][0], shapes[1][0]
         if group_size is None or group_size == -1:
             group_size = rows // groups if groups > 1 else -1
         sym = sym and bool((awq.unpack(source.tensor(f"{module}.qzeros")) == MIDDLE).all())
     assert group_size is not None
+    quantization = source.quantization or {}
+    said = quantization.get("group_size", quantization.get("q_group_size"))
+    if said is not None and said not in (group_size, -1) and group_size != -1:
+        raise FormatError(
+            f"`group_size` in `{source.path / 'config.json'}` is {said}, the tensors have groups of {group_size} rows",
+            hint=awq.AGAIN,
+        )
     return GptqSettings(awq.BITS, group_size, sym, False, "gptq" if sym else "gptq_v2")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint.folder import is_pickle, read_json, require, side_files
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
+from quantkit.checkpoint.regular import open_regular, read_at, refuse_pointer
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.convert_folder import weight_bytes
 from quantkit.commands.convert_report import ConvertReport, Written
@@ -109,11 +110,13 @@ def _load(file: Path) -> dict[str, object]:
             except RuntimeError:  # files of old versions of torch cannot be mapped
                 found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        with open_regular(file) as (descriptor, _):
+            refuse_pointer(file, read_at(descriptor, 64, 0))
         raise CheckpointError(
             f"`{file}` asks for more than tensors, which could run code: refused",
             hint="use a safetensors version of this model",
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a reader of noise may raise: IndexError, AttributeError, RuntimeError, …
         first = str(error).partition("\n")[0]
         raise CheckpointError(f"`{file}` cannot be read: {first}", hint="fetch it again") from error
     inner = found.get("state_dict") if isinstance(found, dict) else None

@@ -38,7 +38,7 @@ EXL2_OPTIONS = ("bpw", "head_bits", "include_head", "measurement", "plan")
 
 def check_format(settings: QuantizeSettings) -> None:
     """Raises FormatError for a width or group size that the format lacks, UsageError for options that do not go
-    together."""
+    together, PlanError for a plan or measurement that cannot be read."""
     plain = QuantizeSettings(settings.model, settings.out)
     if settings.target is not None:
         _check_target(settings.target, settings.format)
@@ -59,6 +59,11 @@ def check_format(settings: QuantizeSettings) -> None:
         if settings.bpw is not None:
             require_target(settings.bpw)
         require_head_bits(settings.head_bits)
+        # Read again when they are used: here only so that a damaged one is known before any text is.
+        if settings.plan is not None:
+            MixPlan.load(settings.plan)
+        if settings.measurement is not None:
+            Measurement.load(settings.measurement)
     else:
         raise UsageError(f"unknown format `{settings.format}`", hint="use `--format gptq` or `--format exl2`")
 

@@ -54,6 +54,9 @@ def check(config: Mapping[str, Any], where: str) -> None:
     bits = config.get("bits", config.get("w_bit"))
     if bits != BITS:
         raise FormatError(f"AWQ of {bits} bits cannot be read (in `{where}`), only of {BITS}", hint=OTHER)
+    size = config.get("group_size", config.get("q_group_size"))
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not (size == -1 or size > 0)):
+        raise FormatError(f"expected `group_size` -1 or above 0, found `{size}` in `{where}`", hint=OTHER)
     layout = str(config.get("version", config.get("format", "gemm"))).lower()
     if layout != "gemm":
         raise FormatError(f"AWQ layout `{layout}` cannot be read (in `{where}`), only `gemm`", hint=OTHER)
@@ -63,7 +66,7 @@ def decode(name: str, tensors: Mapping[str, Tensor]) -> AwqWeight:
     """One linear from its tensors by suffix. Raises FormatError, naming the tensor, for anything that does not fit."""
     qweight, qzeros, scales = codes_and_grids(name, tensors, AGAIN)
     rows, columns = qweight.shape[0], 8 * qweight.shape[1]
-    if qzeros.shape[1] != qweight.shape[1] or rows % len(qzeros):
+    if qzeros.shape[1] != qweight.shape[1] or not len(qzeros) or rows % len(qzeros):
         raise misfit(name, "qzeros", f"shape [groups, {qweight.shape[1]}], groups a divisor of {rows}", qzeros, AGAIN)
     if scales.shape != (len(qzeros), columns) or not scales.is_floating_point():
         raise misfit(name, "scales", f"floats of shape [{len(qzeros)}, {columns}]", scales, AGAIN)

@@ -1,5 +1,6 @@
 """Keys: reading config.json with every missing or unusable value named, and every key that was used remembered."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ class Keys:
         value = self.take(name, default)
         if value is default:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not _is_positive_number(value):
             raise self.refuse(name, "expected a positive number")
         return float(value)
 
@@ -71,7 +72,7 @@ class Keys:
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """A list of that many positive numbers."""
         value = self.take(name)
-        usable = isinstance(value, list) and all(isinstance(item, int | float) and item > 0 for item in value)
+        usable = isinstance(value, list) and all(map(_is_positive_number, value))
         if not usable or len(value) != length:
             raise self.refuse(name, f"expected a list of {length} positive numbers")
         return tuple(float(item) for item in value)
@@ -84,3 +85,8 @@ class Keys:
             f"`{name}` is {shown} in `{self.where}`: {reason}",
             hint=f"correct `{name}` if it is wrong; if it is right, this model is not supported",
         )
+
+
+def _is_positive_number(value: Any) -> bool:
+    """A finite one, which a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
