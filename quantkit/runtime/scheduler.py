@@ -105,11 +105,12 @@ class Scheduler:
         """Its number. Raises RequestError for one that never fits, CheckpointError for adapters that do not."""
         self.generator.admit(request)
         capacity = len(request.ids) + request.max_new_tokens
-        if capacity > self.pool.capacity:
+        held = self.generator.cache.held(capacity)
+        if held > self.pool.capacity:
             raise RequestError(
-                f"{len(request.ids)} prompt tokens and {request.max_new_tokens} new ones need {capacity} positions, "
+                f"{len(request.ids)} prompt tokens and {request.max_new_tokens} new ones need {held} positions, "
                 f"the cache has {self.pool.capacity}",
-                hint=f"`--cache-tokens {-(-capacity // PAGE) * PAGE}`, or fewer `--max-new-tokens`",
+                hint=f"`--cache-tokens {-(-held // PAGE) * PAGE}`, or fewer `--max-new-tokens`",
             )
         running = Running(Answer(request, self.generator.tokenizer), CacheSequence(self.pool))
         self._waiting.append(_Entry(self._count, running, capacity, time.perf_counter()))
@@ -145,7 +146,7 @@ class Scheduler:
         while self._waiting and len(self._running) < self.limits.most_running:
             entry = self._waiting[0]
             ids = entry.running.answer.ids
-            tokens = len(ids) + 1 if self.limits.optimistic else entry.capacity
+            tokens = self.generator.cache.held(len(ids) + 1 if self.limits.optimistic else entry.capacity)
             spare = len(self._running) if self.limits.optimistic else 0
             if -(-tokens // PAGE) + spare > self.pool.free_pages:
                 return
@@ -171,7 +172,7 @@ class Scheduler:
         left = max(1, budget - sum(most for _, most in parts))
         for entry in prompts:
             if left:
-                most = min(entry.running.lacking, left)
+                most = min(entry.running.lacking, left, self.generator.cache.piece)
                 parts.append((entry, most))
                 left -= most
         for entry, _ in parts:

@@ -10,6 +10,7 @@ from quantkit.checkpoint.adapter import open_adapter
 from quantkit.errors import RequestError
 from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.cache_format import cache_format
+from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.drafts import ModelDraft, NgramDraft
 from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load
@@ -202,3 +203,17 @@ def test_the_pace_follows_the_target():
     for _ in range(30):
         pace.note(pace.budget, 9.0)
     assert pace.budget == 1
+
+
+def test_windows_asked_for_need_fewer_pages(generator):
+    """Texts of four pages in a pool of seven, of which each holds three at once."""
+    plan = CachePlan(window=64, sinks=4)
+    windowed = Generator(generator.model, generator.tokenizer, plan)
+    requests = [Request([seed + 5] * 900, 100) for seed in range(3)]
+    pool = plan.pool(generator.model.config, 7 * 256, generator.model.dtype, "cpu", 3)
+    scheduler = Scheduler(windowed, pool, Limits(token_budget=300))
+    numbers = [scheduler.add(request) for request in requests]
+    for _ in scheduler.stream():
+        pass
+    expected = [windowed.run(request).token_ids for request in requests]
+    assert [scheduler.served[number].completion.token_ids for number in numbers] == expected
