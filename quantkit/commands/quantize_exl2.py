@@ -113,15 +113,20 @@ def known_recipe(
         return choose_gptq(settings, subject)
     if settings.plan is not None:
         mixes = MixPlan.load(settings.plan)
-        mixes.require(model or fingerprint(subject.checkpoint), settings.model)
+        mixes.require(model or fingerprint(subject.checkpoint), as_measured(settings))
         _require_head(settings, subject, mixes.head_bits)
         return Exl2Recipe(mixes)
     _require_head(settings, subject, settings.head_bits)
     if settings.measurement is None:
         return None
     measurement = Measurement.load(settings.measurement)
-    measurement.require(model or fingerprint(subject.checkpoint), settings.model)
+    measurement.require(model or fingerprint(subject.checkpoint), as_measured(settings))
     return Exl2Recipe(_mixes(settings, measurement, progress))
+
+
+def as_measured(settings: QuantizeSettings) -> str:
+    """The model, as it is typed behind `quantkit measure`."""
+    return f"{settings.model} --rotate --seed {settings.seed}" if settings.rotate else settings.model
 
 
 def _require_head(settings: QuantizeSettings, subject: Subject, head_bits: int) -> None:

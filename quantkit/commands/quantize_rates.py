@@ -7,7 +7,7 @@ from typing import Any
 
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.commands import measure, quantize
-from quantkit.commands.quantize_exl2 import check_format
+from quantkit.commands.quantize_exl2 import as_measured, check_format
 from quantkit.commands.quantize_job import open_model
 from quantkit.commands.quantize_report import QuantizeReport
 from quantkit.commands.resumption import Finished, read_result
@@ -84,7 +84,7 @@ def run_rates(settings: QuantizeSettings, rates: Sequence[float], progress: Prog
         measure.run(choice, progress, backward=backward)
     measurement = Measurement.load(file)
     checkpoint = open_model(settings.model, settings.seed, rotate=settings.rotate)
-    measurement.require(fingerprint(checkpoint), settings.model)
+    measurement.require(fingerprint(checkpoint), as_measured(settings))
     for one in wanted:
         assert one.bpw is not None
         plan_mixes(measurement, one.bpw, head_bits=one.head_bits, include_head=one.include_head)

@@ -186,8 +186,9 @@ def test_exl2_is_measured_and_quantized_in_the_same_rotation(tied: Path, tmp_pat
     quantize(tied, tmp_path / "out", **options)
     assert error(tmp_path / "out", tied) < 0.2
     assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
-    for other in ({"rotate": False}, {"seed": 1}):
-        with pytest.raises(PlanError, match="another model"):
+    for other, typed in (({"rotate": False}, ""), ({"seed": 1}, " --rotate --seed 1")):
+        with pytest.raises(PlanError, match="another model") as caught:
             quantize(tied, tmp_path / "other", **(options | other))
+        assert f"`quantkit measure {tied}{typed} -o" in (caught.value.hint or "")
     reports = run_rates(settings(tied, tmp_path / "rates", **options), [5.0, 6.0], Silent()).reports
     assert [error(report.out, tied) < 0.3 for report in reports] == [True, True]
