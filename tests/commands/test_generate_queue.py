@@ -1,4 +1,6 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 import tiny
@@ -135,3 +137,15 @@ def test_jsonl_or_one_object_on_stdout(folder, tmp_path, capsys):
     assert {str(line["id"]): line["text"] for line in lines} == {str(line["id"]): line["text"] for line in found["answers"]}
     assert cli.run([*arguments, "--cache-tokens", "256"]) == 16
     assert "the cache has 256" in capsys.readouterr().err
+
+
+def test_the_lines_of_the_guide_are_served(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_adapter(tmp_path / "ADAPTER", {"model.layers.0.mlp.up_proj": (128, 64, 8)})
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "generate.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```json\n(.*?)```", guide, re.DOTALL)
+    report = serve(folder, write_lines(tmp_path / "f.jsonl", lines.splitlines()))
+    assert [name for name, _ in report.answers] == ["a", 2, 3]
+    assert len(report.answers[0][1].completion.token_ids) == 50
+    for key in generate_queue.FIELDS:
+        assert f"`{key}`" in guide or f'"{key}"' in guide

@@ -1,4 +1,6 @@
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
@@ -150,3 +152,12 @@ def test_logits_that_are_no_numbers_name_the_layer(tmp_path):
     tiny.write_tensors(path, tensors)
     with pytest.raises(GateError, match="block 1"):
         open_generator(path).run(Request(PROMPT, max_new_tokens=5))
+
+
+def test_the_python_of_the_guide_runs(tmp_path, monkeypatch, capsys):
+    tiny.write_model(tmp_path / "MODEL")
+    monkeypatch.chdir(tmp_path)
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "generate.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    exec(program, {})
+    assert capsys.readouterr().out.splitlines()[-1].split()[-1] in {"length", "callback", "stop"}
