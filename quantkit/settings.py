@@ -191,6 +191,21 @@ class TasksSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportSettings:
+    """`quantkit eval report REFERENCE CANDIDATE… -o OUT`; `probe` runs the quick degeneration probe of each."""
+
+    reference: str
+    candidates: tuple[str, ...]
+    out: Path
+    text: TextSettings
+    measurement: Path | None = None
+    probe: bool = False
+    overwrite: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateSettings:
     """`quantkit generate MODEL`: one of three prompts, or a file of many, and how to continue it."""
 

@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-from quantkit.settings import CompareSettings, DegenerationSettings, PerplexitySettings, TasksSettings, TextSettings
+from quantkit.settings import (
+    CompareSettings,
+    DegenerationSettings,
+    PerplexitySettings,
+    ReportSettings,
+    TasksSettings,
+    TextSettings,
+)
 
 evaluate = typer.Typer(
     help="Measure a model, or one model against another.",
@@ -204,3 +211,36 @@ def tasks(
         return
     console.print_table(model, list(report.COLUMNS), report.rows(), text_columns=3)
     console.print_table("of", ["", ""], report.facts(), text_columns=2)
+
+
+@evaluate.command()
+def report(
+    reference: Annotated[str, typer.Argument(help="Folder of the model that is right, or a hub id.")],
+    candidates: Annotated[list[str], typer.Argument(help="Folders of its quantizations, or hub ids.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for index.html, report.json and model cards.")],
+    dataset: Dataset = None,
+    text: Text = None,
+    length: Length = 2048,
+    windows: Windows = None,
+    bos: Bos = False,
+    measurement: Annotated[
+        Path | None, typer.Option("--measurement", help="Of `quantkit measure REFERENCE`: shows what would hurt.")
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Run the quick degeneration probe of each candidate.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Measure quantizations of REFERENCE alike, and write a page to look at, a JSON file and a model card for each."""
+    texts = TextSettings(dataset, text, length, windows, bos)
+    settings = ReportSettings(reference, tuple(candidates), out, texts, measurement, probe, overwrite, device, dtype)
+    from quantkit import console
+    from quantkit.commands.report import run
+
+    found = run(settings, console.Bars())
+    if as_json:
+        console.print_json(found.as_json())
+        return
+    console.print_table(f"Quantizations of {reference}", list(found.COLUMNS), found.rows())
+    console.say(f"written to `{found.out}`: open `{found.out / 'index.html'}`")
