@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quantkit.errors import FormatError
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -131,6 +133,24 @@ class StoredTensor(ABC):
         What is kept for long is then not allocated among the activations of a forward pass, between which the C
         library could not return memory to the system.
         """
+
+    def outputs(self, columns: Tensor) -> "StoredTensor":
+        """These outputs alone, int64 [n], in this order, in the same form: nothing is dequantized.
+
+        Raises FormatError where the form cannot hold so many.
+        """
+        raise FormatError(f"a weight held as {type(self).__name__} cannot be taken apart")
+
+    def inputs(self, rows: Tensor) -> "StoredTensor | None":
+        """The part of the weight that reads these inputs, int64 [n], in this order, in the same form, without the bias.
+        The parts of all inputs give the whole product as their sum. None where rows cannot be taken apart there."""
+        raise FormatError(f"a weight held as {type(self).__name__} cannot be taken apart")
+
+    @property
+    def runs(self) -> tuple[Tensor, ...] | None:
+        """The inputs in the order in which their rows are stored, int64, a run for each width of the codes: any whole
+        units of 32 of a run can be taken by `inputs`. None where that is not so."""
+        return None
 
     @property
     def stored_bits(self) -> int:

@@ -51,3 +51,15 @@ class DenseTensor(StoredTensor):
     def to(self, device: str | torch.device) -> "DenseTensor":
         bias = None if self.bias is None else self.bias.to(device)
         return DenseTensor(self.weight.to(device), bias, self.row_groups)
+
+    def outputs(self, columns: Tensor) -> "DenseTensor":
+        bias = None if self.bias is None else self.bias[columns]
+        return DenseTensor(self.weight[columns], bias, self.row_groups)
+
+    def inputs(self, rows: Tensor) -> "DenseTensor":
+        groups = None if self.row_groups is None else self.row_groups[rows]
+        return DenseTensor(self.weight[:, rows], None, groups)
+
+    @property
+    def runs(self) -> tuple[Tensor, ...]:
+        return (torch.arange(self.in_features),)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit import kernels
 from quantkit.errors import FormatError
-from quantkit.formats import exl2_grid, exl2_layout
+from quantkit.formats import exl2_grid, exl2_layout, slices
 from quantkit.formats.codec import Codes, Grid, Group, Layout, StoredTensor
 from quantkit.formats.exl2_layout import MOST_IN_FEATURES, Width
 from quantkit.formats.joined import JoinedTensor
@@ -165,6 +165,17 @@ class Exl2Tensor(RepackedTensor[Exl2Weight]):
             word += words
         layout = Layout(tuple(Group(bits, rows) for bits, rows in weight.groups))
         return Codes(torch.cat(q), tuple(grids), layout, weight.order)
+
+    def outputs(self, columns: Tensor) -> "Exl2Tensor":
+        return Exl2Tensor(*slices.exl2_outputs(self._stored(), self._kept, columns), len(columns))
+
+    def inputs(self, rows: Tensor) -> "Exl2Tensor | None":
+        taken = slices.exl2_inputs(self._stored(), rows)
+        return None if taken is None else Exl2Tensor(*taken, self.out_features)
+
+    @property
+    def runs(self) -> tuple[Tensor, ...] | None:
+        return slices.exl2_runs(self._stored())
 
     @property
     def stored_bits(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantkit import kernels
 from quantkit.errors import FormatError
-from quantkit.formats import gptq_config, gptq_grid
+from quantkit.formats import gptq_config, gptq_grid, slices
 from quantkit.formats.codec import Codes, Grid, Layout
 from quantkit.formats.gptq_config import GptqConfig, GptqSettings
 from quantkit.formats.gptq_zeros import read_zeros, write_zeros
@@ -109,6 +109,17 @@ class GptqTensor(RepackedTensor[GptqWeight]):
         weight = self._stored()
         q = kernels.backend(self._device).unpack(weight.words, self.bits)
         return q, weight.zeros, weight.scales
+
+    def outputs(self, columns: Tensor) -> "GptqTensor":
+        return GptqTensor(*slices.gptq_outputs(self._stored(), self._kept, columns))
+
+    def inputs(self, rows: Tensor) -> "GptqTensor | None":
+        taken = slices.gptq_inputs(self._stored(), self._kept, rows)
+        return None if taken is None else GptqTensor(*taken)
+
+    @property
+    def runs(self) -> tuple[Tensor, ...] | None:
+        return slices.gptq_runs(self._stored().group)
 
     def steps(self) -> Tensor:
         """Codes minus zero points, int16 [in, out]: the weight is `steps · scales[row_groups]`."""

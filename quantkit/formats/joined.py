@@ -45,6 +45,16 @@ class JoinedTensor(StoredTensor):
     def to(self, device: str | torch.device) -> "JoinedTensor":
         return JoinedTensor({name: part.to(device) for name, part in self._parts.items()})
 
+    def outputs(self, columns: Tensor) -> "JoinedTensor":
+        """As of any weight; `columns` of a part come together, and the parts in their order."""
+        own, start = {}, 0
+        for name, part in self._parts.items():
+            mine = columns[(columns >= start) & (columns < start + part.out_features)] - start
+            if len(mine):
+                own[name] = part.outputs(mine)
+            start += part.out_features
+        return JoinedTensor(own)
+
     @property
     def stored_bits(self) -> int:
         return sum(part.stored_bits for part in self._parts.values())
