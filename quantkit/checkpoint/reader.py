@@ -95,15 +95,42 @@ class Checkpoint:
 
         Raises CheckpointError when it is absent, of a dtype that cannot be read, or when its file has changed.
         """
+        dtype, shape, _ = self.info(name)
+        return self._read(name, 0, self._entry(name)[1].size_bytes).view(dtype).reshape(shape)
+
+    def part(self, name: str, rows: range, columns: range | None = None) -> Tensor:
+        """Consecutive rows of a matrix, and of these consecutive columns: no other bytes are read. Raises as `tensor`
+        does, and CheckpointError for a tensor that is no matrix of so many rows and columns."""
         dtype, shape, file = self.info(name)
+        last = 0 if columns is None else columns.stop
+        if len(shape) != 2 or rows.stop > shape[0] or last > shape[1]:
+            raise CheckpointError(
+                f"tensor {shown(name)} in `{file}` has shape {list(shape)}, expected at least {[rows.stop, last]}",
+                hint="config.json and the tensors are of two different models: take both from one place",
+            )
+        columns = range(shape[1]) if columns is None else columns
+        row, first, length = (count * dtype.itemsize for count in (shape[1], columns.start, len(columns)))
+        if length == row:
+            data = self._read(name, rows.start * row, len(rows) * row)
+        else:
+            data = self._read(name, rows.start * row + first, length, len(rows), row)
+        return data.view(dtype).reshape(len(rows), len(columns))
+
+    def _read(self, name: str, first: int, length: int, count: int = 1, stride: int = 0) -> Tensor:
+        """Bytes of a tensor from its byte `first` on: `count` pieces of this length, `stride` apart."""
         header, entry = self._entry(name)
-        data = torch.empty(entry.size_bytes, dtype=torch.uint8)
-        with open_regular(file) as (descriptor, status):
+        data = torch.empty(count * length, dtype=torch.uint8)
+        target = data.numpy().data
+        with open_regular(header.path) as (descriptor, status):
             if file_stamp(status) != header.stamp:
-                raise CheckpointError(f"`{file}` changed after it was opened", hint="let no other program write to it")
-            if read_into(descriptor, data.numpy().data, entry.start) < entry.size_bytes:
-                raise CheckpointError(f"`{file}` ended within tensor {shown(name)}", hint=DAMAGED_HINT)
-        return data.view(dtype).reshape(shape)
+                message = f"`{header.path}` changed after it was opened"
+                raise CheckpointError(message, hint="let no other program write to it")
+            for piece in range(count):
+                here = target[piece * length : (piece + 1) * length]
+                if read_into(descriptor, here, entry.start + first + piece * stride) < length:
+                    message = f"`{header.path}` ended within tensor {shown(name)}"
+                    raise CheckpointError(message, hint=DAMAGED_HINT)
+        return data
 
     def linears(self) -> list[str]:
         """The quantizable linears of the blocks by their Hugging Face module names, in model order.

@@ -138,6 +138,31 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert torch.equal(open_checkpoint(path).tensor("model.norm.weight"), expected)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_part_of_a_matrix_reads_no_other_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    checkpoint = open_checkpoint(tiny.write_model(tmp_path / "model", dtype=dtype))
+    name, read = "model.layers.1.mlp.down_proj.weight", []
+    whole = checkpoint.tensor(name)
+    original = os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], start: int) -> int:
+        read.append(original(descriptor, buffers, start))
+        return read[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    for rows, columns in ((range(3, 41), None), (range(64), range(32, 96)), (range(5, 6), range(128))):
+        read.clear()
+        part = checkpoint.part(name, rows, columns)
+        expected = whole[rows.start : rows.stop, columns.start if columns else 0 : columns.stop if columns else None]
+        assert torch.equal(part, expected)
+        assert sum(read) == part.nbytes
+    for rows, columns in ((range(60, 65), None), (range(3), range(120, 130))):
+        with pytest.raises(CheckpointError, match=r"has shape \[64, 128\], expected at least"):
+            checkpoint.part(name, rows, columns)
+    with pytest.raises(CheckpointError, match="expected at least"):
+        checkpoint.part("model.norm.weight", range(3))
+
+
 def test_a_disk_that_fails_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(tiny.write_model(tmp_path))
 
