@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Many
 
-from quantkit.runtime.page_pool import Page, PagePool
+from quantkit.runtime.page_pool import CacheFull, Page, PagePool
 from quantkit.runtime.page_store import PAGE
 
 
@@ -22,10 +22,14 @@ class CacheSequence:
         self.length = PAGE * len(shared)
         self.known = 0
         self._settled: set[int] = set()
-        fresh = pool.take(max(0, -(-tokens // PAGE) - len(shared)), shared[-1] if shared else None)
         for page in shared:
             page.users += 1
-        self.pages = [*shared, *fresh]
+        self.pages += shared
+        try:
+            self.pages += pool.take(max(0, -(-tokens // PAGE) - len(shared)), shared[-1] if shared else None)
+        except CacheFull:
+            self.close()
+            raise
 
     def lacking(self, count: int) -> int:
         """Pages that the pool must have free for `count` more positions."""

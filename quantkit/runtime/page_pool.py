@@ -11,6 +11,7 @@ sequence, and its first one. All writing is done by `write`, which reaches each 
 what the device no longer has is streamed in when a layer attends to it.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -46,6 +47,17 @@ class Page:
     host: int | None = None
     users: int = 1
     residents: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A full page that outlives its sequence, with the tokens it stands for and the digest of the page before it; see
+    `prefix_cache`."""
+
+    page: Page
+    parent: str
+    tokens: tuple[int, ...]
+    adapters: str
 
 
 class Span(NamedTuple):
@@ -104,6 +116,7 @@ class PagePool:
         self.window = window
         self.sinks = sinks
         self.pages_streamed = 0
+        self.kept: OrderedDict[str, Kept] = OrderedDict()
         sizes = (config.num_layers, config.num_kv_heads)
         held = min(pages, sequences * resident_pages(resident)) if resident else pages
         self._device = PageStore(*sizes, held, form, self.device)
@@ -116,7 +129,8 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        return self._main.free
+        """Those that can be taken; what is only kept makes room."""
+        return self._main.free + sum(one.page.users == 1 for one in self.kept.values())
 
     @property
     def use(self) -> CacheUse:
@@ -137,6 +151,7 @@ class PagePool:
                 f"{count} more are needed",
                 hint=f"--cache-tokens {(self._main.pages + count - self.free_pages) * PAGE}",
             )
+        self._evict(count - self._main.free)
         if self._host is not None:
             return [Page(host=place) for place in self._host.take(count, after.host if after else None)]
         return [Page(device=place) for place in self._device.take(count, after.device if after else None)]
@@ -211,6 +226,12 @@ class PagePool:
         if len(parts) > 1:
             keys, values = (Rows.join(side) for side in zip(*parts, strict=True))
         return self.form.keys.decode(keys, dtype), self.form.values.decode(values, dtype)
+
+    def _evict(self, count: int) -> None:
+        """Forget so many kept pages that nobody uses, the least recently used first."""
+        unused = [digest for digest, one in self.kept.items() if one.page.users == 1] if count > 0 else []
+        for digest in unused[: max(0, count)]:
+            self.release(self.kept.pop(digest).page)
 
     def _spans(self, pages: Many[Page | None], start: int, end: int, wanted: PageStore | None) -> list[Span]:
         """The pages that are in tier `wanted`, or each in the first that has it; neighbours make one span."""
