@@ -141,10 +141,14 @@ class StoredTensor(ABC):
         """
         raise FormatError(f"a weight held as {type(self).__name__} cannot be taken apart")
 
-    def inputs(self, rows: Tensor) -> "StoredTensor | None":
+    def inputs(self, rows: Tensor) -> "StoredTensor":
         """The part of the weight that reads these inputs, int64 [n], in this order, in the same form, without the bias.
-        The parts of all inputs give the whole product as their sum. None where rows cannot be taken apart there."""
+        The parts of all inputs give the whole product as their sum. Raises FormatError where `divides` says no."""
         raise FormatError(f"a weight held as {type(self).__name__} cannot be taken apart")
+
+    def divides(self, rows: Tensor) -> bool:
+        """Whether `inputs` can take these rows: groups that share scales come apart in whole units of 32 only."""
+        return False
 
     @property
     def runs(self) -> tuple[Tensor, ...] | None:

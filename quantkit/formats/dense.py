@@ -60,6 +60,9 @@ class DenseTensor(StoredTensor):
         groups = None if self.row_groups is None else self.row_groups[rows]
         return DenseTensor(self.weight[:, rows], None, groups)
 
+    def divides(self, rows: Tensor) -> bool:
+        return True
+
     @property
     def runs(self) -> tuple[Tensor, ...]:
         return (torch.arange(self.in_features),)

@@ -169,9 +169,11 @@ class Exl2Tensor(RepackedTensor[Exl2Weight]):
     def outputs(self, columns: Tensor) -> "Exl2Tensor":
         return Exl2Tensor(*slices.exl2_outputs(self._stored(), self._kept, columns), len(columns))
 
-    def inputs(self, rows: Tensor) -> "Exl2Tensor | None":
-        taken = slices.exl2_inputs(self._stored(), rows)
-        return None if taken is None else Exl2Tensor(*taken, self.out_features)
+    def inputs(self, rows: Tensor) -> "Exl2Tensor":
+        return Exl2Tensor(*slices.exl2_inputs(self._stored(), rows), self.out_features)
+
+    def divides(self, rows: Tensor) -> bool:
+        return slices.exl2_divides(self._stored(), rows)
 
     @property
     def runs(self) -> tuple[Tensor, ...] | None:

@@ -80,7 +80,7 @@ class GptqTensor(RepackedTensor[GptqWeight]):
         self.in_features, self.out_features = weight.group.numel(), weight.words.shape[1]
         self.bits = weight.bits
         self.bias = kept.get("bias")
-        self.row_groups = weight.group
+        self.row_groups: Tensor = weight.group
         self._kept = dict(kept)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -113,13 +113,15 @@ class GptqTensor(RepackedTensor[GptqWeight]):
     def outputs(self, columns: Tensor) -> "GptqTensor":
         return GptqTensor(*slices.gptq_outputs(self._stored(), self._kept, columns))
 
-    def inputs(self, rows: Tensor) -> "GptqTensor | None":
-        taken = slices.gptq_inputs(self._stored(), self._kept, rows)
-        return None if taken is None else GptqTensor(*taken)
+    def inputs(self, rows: Tensor) -> "GptqTensor":
+        return GptqTensor(*slices.gptq_inputs(self._stored(), self._kept, rows))
+
+    def divides(self, rows: Tensor) -> bool:
+        return slices.gptq_divides(self.row_groups, rows)
 
     @property
     def runs(self) -> tuple[Tensor, ...] | None:
-        return slices.gptq_runs(self._stored().group)
+        return slices.gptq_runs(self.row_groups)
 
     def steps(self) -> Tensor:
         """Codes minus zero points, int16 [in, out]: the weight is `steps · scales[row_groups]`."""

@@ -37,19 +37,24 @@ def gptq_outputs(weight: GptqWeight, kept: Kept, columns: Tensor) -> tuple[GptqW
     return replace(weight, words=words, scales=scales, zeros=values), own
 
 
-def gptq_inputs(weight: GptqWeight, kept: Kept, rows: Tensor) -> tuple[GptqWeight, Kept] | None:
-    """These rows, int64 [n], numbered anew from 0, with the groups that they are in; None where they cannot be had."""
+def gptq_inputs(weight: GptqWeight, kept: Kept, rows: Tensor) -> tuple[GptqWeight, Kept]:
+    """These rows, int64 [n], numbered anew from 0, with the groups that they are in. Raises FormatError where they
+    break a group."""
+    _require(gptq_divides(weight.group, rows), len(rows))
     group = weight.group[rows]
-    taken, whole = (torch.bincount(part, minlength=len(weight.scales)) for part in (group, weight.group))
-    if len(rows) % UNIT or not _in_units(taken, whole):
-        return None
-    used = taken > 0
+    used = torch.bincount(group, minlength=len(weight.scales)) > 0
     group = (used.cumsum(0) - 1)[group]
     backend = kernels.backend(weight.words.device.type)
     words = backend.pack(backend.unpack(weight.words, weight.bits)[rows], weight.bits)
     scales, zeros = weight.scales[used], weight.zeros[used]
     own = {"qzeros": kept["qzeros"][used], "scales": scales, "g_idx": group.to(torch.int32)}
     return GptqWeight(words, scales, zeros, group, weight.bits), own
+
+
+def gptq_divides(group: Tensor, rows: Tensor) -> bool:
+    """Whether `gptq_inputs` can take these rows."""
+    whole = torch.bincount(group)
+    return len(rows) % UNIT == 0 and _in_units(torch.bincount(group[rows], minlength=len(whole)), whole)
 
 
 def gptq_runs(group: Tensor) -> tuple[Tensor, ...] | None:
@@ -71,16 +76,11 @@ def exl2_outputs(weight: Exl2Weight, kept: Kept, columns: Tensor) -> tuple[Exl2W
     return replace(weight, words=weight.words[:, columns].contiguous(), scale_codes=scale_codes), own
 
 
-def exl2_inputs(weight: Exl2Weight, rows: Tensor) -> tuple[Exl2Weight, Kept] | None:
-    """These input features, int64 [n], numbered anew from 0; None where their stored rows cannot be had."""
-    number = torch.full_like(weight.order, -1)
-    number[rows] = torch.arange(len(rows), device=number.device)
-    order = number[weight.order]
-    groups = torch.tensor([count for _, count in weight.groups])
-    parts = order.split(groups.tolist())
+def exl2_inputs(weight: Exl2Weight, rows: Tensor) -> tuple[Exl2Weight, Kept]:
+    """These input features, int64 [n], numbered anew from 0. Raises FormatError where they break a group."""
+    order, parts = _numbered(weight, rows)
     taken = torch.tensor([int((part >= 0).sum()) for part in parts])
-    if not _in_units(taken, groups):
-        return None
+    _require(_exl2_in_units(weight, taken), len(rows))
     backend = kernels.backend(weight.words.device.type)
     words, kinds, start = [], [], 0
     for (bits, count), part in zip(weight.groups, parts, strict=True):
@@ -102,6 +102,12 @@ def exl2_inputs(weight: Exl2Weight, rows: Tensor) -> tuple[Exl2Weight, Kept] | N
     return Exl2Weight(torch.cat(words), scale_codes, scale_max, tuple(kinds), order), own
 
 
+def exl2_divides(weight: Exl2Weight, rows: Tensor) -> bool:
+    """Whether `exl2_inputs` can take these features."""
+    _, parts = _numbered(weight, rows)
+    return _exl2_in_units(weight, torch.tensor([int((part >= 0).sum()) for part in parts]))
+
+
 def exl2_runs(weight: Exl2Weight) -> tuple[Tensor, ...] | None:
     """See `StoredTensor.runs`: one for each width."""
     if any(count % UNIT for _, count in weight.groups):
@@ -110,6 +116,26 @@ def exl2_runs(weight: Exl2Weight) -> tuple[Tensor, ...] | None:
     for bits, count in weight.groups:
         widths[bits] = widths.get(bits, 0) + count
     return weight.order.split(list(widths.values()))
+
+
+def _numbered(weight: Exl2Weight, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Of each stored row its place in `rows`, -1 where it is not there; all of them, and by group."""
+    number = torch.full_like(weight.order, -1)
+    number[rows] = torch.arange(len(rows), device=number.device)
+    order = number[weight.order]
+    return order, order.split([count for _, count in weight.groups])
+
+
+def _exl2_in_units(weight: Exl2Weight, taken: Tensor) -> bool:
+    return _in_units(taken, torch.tensor([count for _, count in weight.groups]))
+
+
+def _require(divides: bool, count: int) -> None:
+    if not divides:
+        raise FormatError(
+            f"{count} inputs break a group into other pieces than units of {UNIT} rows",
+            hint="split the model over fewer processes",
+        )
 
 
 def _in_units(taken: Tensor, whole: Tensor) -> bool:

@@ -112,11 +112,13 @@ def test_a_slice_along_units_takes_its_share_of_the_bits() -> None:
 
 def test_rows_that_break_a_unit_are_refused_not_rounded() -> None:
     some = torch.arange(64)
-    assert _gptq(act_order=True).inputs(some) is None  # scattered over all groups
-    assert _exl2().inputs(some) is None
-    assert _gptq().inputs(torch.arange(16, 80)) is None
-    assert _gptq().inputs(some) is not None  # groups in sequence
-    assert _dense().inputs(torch.arange(7)).in_features == 7
+    broken = [(_gptq(act_order=True), some), (_exl2(), some), (_gptq(), torch.arange(16, 80))]  # scattered, or cut
+    for whole, rows in broken:
+        assert not whole.divides(rows)
+        with pytest.raises(FormatError, match="64 inputs break a group"):
+            whole.inputs(rows)
+    assert _gptq().divides(some)  # groups in sequence
+    assert _dense().divides(torch.arange(7)) and _dense().inputs(torch.arange(7)).in_features == 7
 
 
 def test_groups_smaller_than_a_unit_are_taken_whole() -> None:
@@ -124,7 +126,7 @@ def test_groups_smaller_than_a_unit_are_taken_whole() -> None:
     assert whole.runs is None
     part = whole.inputs(torch.arange(32, 96))
     torch.testing.assert_close(part.dequantize(), whole.dequantize()[32:96], rtol=0, atol=0)
-    assert whole.inputs(torch.arange(8, 72)) is None
+    assert not whole.divides(torch.arange(8, 72))
 
 
 def test_zero_points_that_fill_no_word_are_refused() -> None:
