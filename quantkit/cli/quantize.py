@@ -16,8 +16,12 @@ from quantkit.cli.options import (
     RowLength,
     Samples,
 )
-from quantkit.errors import UsageError
-from quantkit.settings import QuantizeSettings
+from quantkit.commands.gate import DAMAGE_FIGURES, Gate
+from quantkit.errors import GateError, UsageError
+from quantkit.settings import QuantizeSettings, ReportSettings, TextSettings
+
+REPORT_TEXT = TextSettings(length=512, windows=8)
+"""The same text over which the damage is measured, from its beginning."""
 
 
 def quantize(
@@ -137,10 +141,20 @@ def quantize(
         typer.Option("--dry-run", help="Only say what would be done, and what it takes of time, memory and disk."),
     ] = False,
     no_eval: Annotated[bool, typer.Option("--no-eval", help="Skip perplexity, KL and the sample at the end.")] = False,
+    gate: Annotated[
+        str | None,
+        typer.Option("--gate", help='Of the damage, as "kl_mean<0.05,ppl_ratio<1.02"; exits 3 where it is greater.'),
+    ] = None,
+    report_folder: Annotated[
+        Path | None, typer.Option("--report", help="Write the report of `eval report` to this folder at the end.")
+    ] = None,
     json: Json = False,
-) -> None:
+) -> int:
     """Quantize MODEL to GPTQ or EXL2 against calibration text, read the result back and measure the damage."""
     rates = _rates(bpw)
+    conditions = Gate.parse(gate, DAMAGE_FIGURES)
+    if gate and (no_eval or dry_run or len(rates) > 1):
+        raise UsageError("`--gate` judges the damage of one result, which is not measured here", hint="leave it out")
     settings = QuantizeSettings(
         model=model,
         out=out,
@@ -186,18 +200,33 @@ def quantize(
         if len(rates) > 1:
             raise UsageError("`--dry-run` looks at one rate at a time", hint=f"use `--bpw {rates[0]:g}` with it")
         console.print_report(foresee(settings, console.Bars()), as_json=json)
-        return
+        return 0
     if len(rates) > 1:
         from quantkit.commands.quantize_rates import run_rates
 
         console.print_report(run_rates(settings, rates, console.Bars()), as_json=json)
-        return
+        return 0
     from quantkit.commands.quantize import run
 
     report = run(settings, console.Bars())
     console.print_report(report, as_json=json)
     if report.damage is not None and not json:
         console.print_text(f"\n> {report.damage.prompt}\n{report.damage.answer}")
+    if report_folder is not None:
+        from quantkit.commands.report import run as report_on
+
+        found = report_on(ReportSettings(model, (str(out),), report_folder, REPORT_TEXT), console.Bars())
+        console.say(f"report written to `{found.out}`")
+    if gate and report.damage is None:
+        console.print_error(
+            f"`{out}` was finished before, so that `--gate` has no damage to judge",
+            f'quantkit eval compare {model} {out} --gate "{gate}"',
+        )
+        return GateError.exit_code
+    if report.damage is not None and (failed := conditions.failures(report.damage.figures())):
+        console.print_error(f"the result fails its gate: {'; '.join(failed)}", f"it stays in `{out}`: use more bits")
+        return GateError.exit_code
+    return 0
 
 
 def _rates(text: str | None) -> list[float]:

@@ -80,7 +80,7 @@ class DegenerationReport:
         judged = (
             "beside the reference, on all prompts"
             if self.reference
-            else "alone, on prompts without loops in small healthy models"
+            else "alone, by sampled answers to prompts on which healthy small models do not loop"
         )
         return [
             *findings,
@@ -109,7 +109,8 @@ class DegenerationReport:
                 "looping": LIMITS.looping,
                 "stutter": LIMITS.stutter,
                 "entropy": list(LIMITS.entropy),
-                "ends": LIMITS.ends,
+                "early": LIMITS.early,
+                "missing": LIMITS.missing,
                 "excess": LIMITS.excess,
                 "kl": LIMITS.kl,
             },
@@ -153,7 +154,7 @@ def _talk_json(label: str, talk: Talk) -> dict[str, Any]:
         "prompt": talk.prompt.name,
         "kind": talk.prompt.kind,
         "way": talk.way,
-        "judged_alone": talk.prompt.alone,
+        "judged_alone": talk.prompt.alone and talk.way == "sampled",
         "tokens": found.tokens,
         "answers": len(talk.conversation.answers),
         "loop_rate": found.loop_rate,

@@ -9,6 +9,8 @@ from typing import Any
 from quantkit.errors import GateError, UsageError
 
 RELATIONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+DAMAGE_FIGURES = ("kl_mean", "top1_agreement", "perplexity_reference", "perplexity_candidate", "ppl_ratio")
+"""What `quantize --gate` can ask for."""
 EXAMPLE = '--gate "kl_mean<0.05,ppl_ratio<1.02"'
 
 

@@ -130,6 +130,16 @@ class Damage:
             ["same likeliest token", f"{self.top1_agreement:.1%}"],
         ]
 
+    def figures(self) -> dict[str, float | None]:
+        """What a gate can ask for: the keys of `commands.gate.DAMAGE_FIGURES`."""
+        return {
+            "kl_mean": self.kl_mean,
+            "top1_agreement": self.top1_agreement,
+            "perplexity_reference": json_number(self.perplexity_reference),
+            "perplexity_candidate": json_number(self.perplexity_candidate),
+            "ppl_ratio": json_number(self.perplexity_candidate / self.perplexity_reference),
+        }
+
     def as_json(self) -> dict[str, Any]:
         return {
             **asdict(self),

@@ -1,5 +1,6 @@
 """The model card of a candidate: Markdown to publish with its weights, nothing in it that was not measured."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ def card(report: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             "---",
-            f"base_model: {reference['label']}",
+            f"base_model: {json.dumps(reference['label'], ensure_ascii=False)}",
             "library_name: quantkit",
             "tags:",
             f"- {candidate['format']}",

@@ -14,7 +14,7 @@ STYLE = """
 --cell:#79c0ff;--s0:#79c0ff;--s1:#ffa657;--s2:#7ee787;--s3:#d2a8ff;--s4:#ff9492;--s5:#e3b341}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--back);color:var(--text);font:16px/1.5 system-ui,sans-serif}
-main,header,footer{max-width:60rem;margin:0 auto;padding:0 1rem}
+main,header,footer{max-width:68rem;margin:0 auto;padding:0 1rem}
 h1{font-size:1.6rem;line-height:1.25;margin:1.5rem 0 .25rem;overflow-wrap:anywhere}
 h2{font-size:1.25rem;margin:2.25rem 0 .5rem}h3{font-size:1.05rem;margin:1.5rem 0 .5rem;overflow-wrap:anywhere}
 p{margin:.5rem 0}.soft{color:var(--soft)}
@@ -25,7 +25,8 @@ caption{text-align:left;padding:.5rem .75rem;color:var(--soft)}
 th,td{text-align:left;padding:.4rem .75rem;border-top:1px solid var(--line);vertical-align:top}
 th[scope=col]{white-space:nowrap}td.n,th.n{text-align:right;white-space:nowrap}
 svg{display:block;width:100%;min-width:34rem;height:auto}
-svg text{fill:var(--text);font-size:13px;font-family:inherit}
+svg text{fill:var(--text);paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round;
+font-size:13px;font-family:inherit}
 svg .grid{stroke:var(--line);stroke-width:1}svg .level{stroke:var(--soft);stroke-dasharray:6 4;stroke-width:1.5}
 svg .front{fill:none;stroke:var(--soft);stroke-width:1.5}svg .cell{fill:var(--cell)}
 svg .line{fill:none;stroke-width:2}
@@ -104,7 +105,7 @@ _N = ' class="n"'
 
 def _wide(label: str, inside: str) -> str:
     """Something wider than a phone: it scrolls by itself, with the keyboard too."""
-    return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(label)}">{inside}</div>'
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(label)}, scrolls sideways">{inside}</div>'
 
 
 def _summary(report: Mapping[str, Any]) -> str:
@@ -131,7 +132,7 @@ def _summary(report: Mapping[str, Any]) -> str:
                 f"{one['bits_per_weight']:.3f}",
                 _size(one),
                 number(compared["perplexity_candidate"]),
-                f"{compared['kl_mean']:.5f} ({low:.5f} to {high:.5f})",
+                f'{compared["kl_mean"]:.5f}<br><span class="soft">{low:.5f} to {high:.5f}</span>',
                 f"{compared['top1_agreement']:.1%}",
             ]
         )

@@ -113,7 +113,7 @@ def lines(name: str, title: str, x: str, y: str, series: Sequence[tuple[str, Seq
     values = [max(value, 1e-12) for _, row in series for value in row]
     across = Axis.over([0, max(len(row) for _, row in series) - 1], LEFT, WIDTH - RIGHT)
     up = Axis.over(values, HEIGHT - BOTTOM, TOP, log=True)
-    parts = [_frame(across, up, x, y)]
+    parts = [_frame(across, up, x, y, whole=True)]
     for index, (label, row) in enumerate(series):
         places = [(across.place(at), up.place(max(value, 1e-12))) for at, value in enumerate(row)]
         path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
@@ -163,9 +163,10 @@ def heat_map(
     return _svg(name, title, words, parts, bottom + 48)
 
 
-def _frame(across: Axis, up: Axis, x: str, y: str) -> str:
+def _frame(across: Axis, up: Axis, x: str, y: str, *, whole: bool = False) -> str:
+    """The grid with its marks and both names; `whole` leaves out what is between whole numbers."""
     parts = []
-    for value in across.ticks():
+    for value in across.ticks() if not whole else [one for one in across.ticks() if one == int(one)]:
         left = across.place(value)
         parts.append(f'<line class="grid" x1="{left:.1f}" x2="{left:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
         parts.append(f'<text x="{left:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{_short(value)}</text>')

@@ -1,8 +1,8 @@
 """The degeneration probe: bundled conversations over a cache, what is wrong with them, and whether that is too much.
 
-A model alone is judged on the prompts that a healthy small model answers without loops; beside a reference on all, by
-what it does worse. `LIMITS` were set so that SmolLM2-135M-Instruct and its 4-bit quantizations are well inside: see
-docs/results/evaluation.md.
+A model alone is judged by what it says when tokens are sampled, on the prompts that a healthy small model then answers
+without loops; beside a reference on all conversations, by what it does worse. `LIMITS` were set so that
+SmolLM2-135M-Instruct and its 4-bit quantizations are well inside: see docs/results/evaluation.md.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,18 @@ class Limits:
 
     looping    share of looping conversations
     stutter    mean share of tokens that say again what stands right before them
-    entropy    mean entropy in nats, lowest and highest of sampled conversations
-    ends       share of conversations whose first answer ends too early, or not at all where it should
+    entropy    mean entropy in nats, lowest and highest
+    early      share of long answers that end too early
+    missing    share of short answers that never end
     excess     loop rate, and stutter rate, above those of the reference
     kl         mean teacher-forced KL from the reference over its own conversations, in nats
     """
 
     looping: float = 0.3
-    stutter: float = 0.25
-    entropy: tuple[float, float] = (0.1, 4.5)
-    ends: float = 0.4
+    stutter: float = 0.2
+    entropy: tuple[float, float] = (0.1, 3.5)
+    early: float = 0.5
+    missing: float = 0.5
     excess: float = 0.15
     kl: float = 0.5
 
@@ -179,41 +181,53 @@ def _beside(model: Model, talk: Talk, original: Model, other: Talk, cache: Cache
 
 
 def judge_alone(talks: Sequence[Talk], limits: Limits = LIMITS) -> tuple[str, ...]:
-    """What is too much in a model's own talks, over the prompts that tell something alone."""
-    judged = [talk for talk in talks if talk.prompt.alone]
-    looping = mean([talk.looping for talk in judged])
-    stutter = mean([talk.symptoms.stutter_rate for talk in judged])
-    ends = mean([talk.symptoms.early_stop or talk.symptoms.missing_stop for talk in judged])
-    entropy = mean([talk.symptoms.entropy for talk in judged if talk.way == "sampled"])
+    """What is too much in a model's own talks. Short answers must end whatever the prompt and the way."""
+    judged = [talk.symptoms for talk in talks if talk.prompt.alone and talk.way == "sampled"]
+    looping = mean([found.loop_rate > LOOPING for found in judged])
+    stutter = mean([found.stutter_rate for found in judged])
+    entropy = mean([found.entropy for found in judged])
+    early, missing = wrong_ends([talk for talk in talks if talk.prompt.alone or talk.prompt.short])
     low, high = limits.entropy
     findings = []
     if looping > limits.looping:
         findings.append(f"{looping:.0%} of the conversations loop, at most {limits.looping:.0%} is healthy")
     if stutter > limits.stutter:
         findings.append(f"{stutter:.0%} of the tokens stutter, at most {limits.stutter:.0%} is healthy")
-    if ends > limits.ends:
-        findings.append(f"{ends:.0%} of the first answers end too early or never, at most {limits.ends:.0%} is healthy")
-    if not low <= entropy <= high:
+    if early > limits.early:
+        findings.append(f"{early:.0%} of the long answers end too early, at most {limits.early:.0%} is healthy")
+    if missing > limits.missing:
+        findings.append(f"{missing:.0%} of the short answers never end, at most {limits.missing:.0%} is healthy")
+    if judged and not low <= entropy <= high:
         findings.append(f"mean entropy is {entropy:.2f} nats, {low} to {high} is healthy")
     return tuple(findings)
 
 
-def judge_beside(talks: Sequence[Talk], theirs: Sequence[Talk], kl: float, limits: Limits = LIMITS) -> tuple[str, ...]:
+def judge_beside(
+    talks: Sequence[Talk], theirs: Sequence[Talk], kl: float, limits: Limits = LIMITS
+) -> tuple[str, ...]:
     """What is too much above the reference, over all prompts."""
     findings = []
     for name in ("loop_rate", "stutter_rate"):
         mine, other = (mean([getattr(talk.symptoms, name) for talk in each]) for each in (talks, theirs))
         if mine - other > limits.excess:
-            words = name.replace("_", " ")
             findings.append(
-                f"{words} {mine:.0%} against {other:.0%} of the reference, at most {limits.excess:.0%} more is healthy"
+                f"{name.replace('_', ' ')} {mine:.0%} against {other:.0%} of the reference, at most "
+                f"{limits.excess:.0%} more is healthy"
             )
     if kl > limits.kl:
         findings.append(f"KL {kl:.2f} nats over the reference's answers, at most {limits.kl} is healthy")
-    ends = [mean([talk.symptoms.early_stop or talk.symptoms.missing_stop for talk in each]) for each in (talks, theirs)]
-    if ends[0] - ends[1] > limits.ends:
-        findings.append(f"{ends[0]:.0%} of the first answers end too early or never, {ends[1]:.0%} with the reference")
+    words = ("long answers end too early", "short answers never end")
+    each_limit = (limits.early, limits.missing)
+    for what, mine, other, limit in zip(words, wrong_ends(talks), wrong_ends(theirs), each_limit, strict=True):
+        if mine - other > limit:
+            findings.append(f"{mine:.0%} of the {what}, {other:.0%} with the reference")
     return tuple(findings)
+
+
+def wrong_ends(talks: Sequence[Talk]) -> tuple[float, float]:
+    """Share of the long answers that end too early, and of the short ones that never end."""
+    early = mean([talk.symptoms.early_stop for talk in talks if not talk.prompt.short])
+    return early, mean([talk.symptoms.missing_stop for talk in talks if talk.prompt.short])
 
 
 def mean(values: Sequence[float]) -> float:

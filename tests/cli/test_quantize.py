@@ -248,3 +248,31 @@ def test_strict_refuses_a_dense_linear(tmp_path: Path, out: Path, capsys) -> Non
     model = write_model(tmp_path / "model", intermediate_size=72)
     assert quantize(model, out, "--strict") == 11
     refused(capsys, tmp_path, "mlp.gate_proj", "72")
+
+
+def test_a_gate_judges_the_damage_and_leaves_the_result(tmp_path, capsys):
+    model = write_model(tmp_path / "model", max_position_embeddings=1024)
+    words = ["quantize", str(model), "-o", str(tmp_path / "out"), "--group-size", "32", "--effort", "nearest"]
+    report = ["--report", str(tmp_path / "report")]
+    assert cli.run([*words, "--gate", "kl_mean<1e-9,ppl_ratio<99", *report, "--json"]) == 3
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["evaluation"]["kl_mean"] > 1e-9 and (tmp_path / "out" / "config.json").is_file()
+    assert "error: the result fails its gate: kl_mean<1e-09 does not hold" in captured.err
+    found = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert found["candidates"][0]["label"] == "out" and (tmp_path / "report" / "index.html").is_file()
+    assert cli.run([*words, "--gate", "kl_mean<99"]) == 3
+    assert "was finished before" in capsys.readouterr().err
+    assert cli.run([*words, "--gate", "kl_mean<99", "--restart", "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gate", "loss<1"], "knows no figure `loss`"),
+        (["--gate", "kl_mean<1", "--no-eval"], "is not measured here"),
+        (["--gate", "kl_mean<1", "--dry-run"], "is not measured here"),
+    ],
+)
+def test_a_gate_that_cannot_be_held_is_refused(options, message, model, out, tmp_path, capsys):
+    assert cli.run(["quantize", str(model), "-o", str(out), *options]) == 2
+    refused(capsys, tmp_path, message)

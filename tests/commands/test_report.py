@@ -46,7 +46,7 @@ class Page(HTMLParser):
         self.targets += attrs.get("aria-labelledby", "").split()
         self.targets += [attrs["href"][1:]] if attrs.get("href", "").startswith("#") else []
         self.loads += [attrs[key] for key in ("src", "href", "srcset", "data") if key in attrs and not attrs[key].startswith("#")]
-        if tag not in {"meta", "link"}:
+        if tag not in {"meta", "link", "br"}:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -102,7 +102,7 @@ def test_the_command_it_names_makes_the_same_model(made, tmp_path, monkeypatch):
 def test_cards_say_what_was_measured(made):
     folder, _, out = made
     text = (out / "tiny-4bit.md").read_text()
-    assert text.startswith("---\nbase_model: original\n")
+    assert text.startswith("---\nbase_model: \"original\"\n")
     assert fingerprint(open_checkpoint(folder / "original")) in text and "quantkit eval report" in text
     assert "no text, effort `nearest`" in text and "mean KL" in text
 

@@ -31,22 +31,27 @@ def frame(folder):
     return Frame(Tokenizer.open(folder), ("and then?",))
 
 
-def talk(way="greedy", alone=True, loop=0.0, stutter=0.0, entropy=1.0, early=False, kl=None, diverges=None):
-    symptoms = Symptoms(400, (), loop, stutter, 0.9, entropy, 0.0, early, False)
-    prompt = Prompt("x", "chat", "x", alone=alone, least_tokens=1)
+def talk(
+    way="sampled", alone=True, loop=0.0, stutter=0.0, entropy=1.0, early=False, missing=None, kl=None, diverges=None
+):
+    """`missing`: whether a short answer never ended; None is a long answer."""
+    symptoms = Symptoms(400, (), loop, stutter, 0.9, entropy, 0.0, early, bool(missing))
+    prompt = Prompt("x", "chat", "x", alone=alone, least_tokens=1, short=missing is not None)
     return Talk(prompt, way, SimpleNamespace(), symptoms, None, diverges, kl)
 
 
-def test_alone_only_prompts_that_tell_something_are_judged():
-    good = [talk(), talk("sampled")] * 5
-    assert judge_alone(good) == ()
+def test_alone_only_what_tells_something_is_judged():
+    good = [talk("greedy"), talk()] * 5
+    assert judge_alone(good) == () and judge_alone([]) == ()
     assert judge_alone([*good, *[talk(alone=False, loop=1.0)] * 9]) == ()
-    assert "loop" in judge_alone([*good, *[talk(loop=0.9)] * 5])[0]
-    assert "stutter" in judge_alone([talk(stutter=0.3), talk("sampled", stutter=0.3)])[0]
-    assert "end too early" in judge_alone([talk(early=True), talk("sampled")])[0]
+    assert judge_alone([*good, *[talk("greedy", loop=1.0, entropy=0.0)] * 9]) == (), "healthy small models do that"
+    assert "loop" in judge_alone([*good, *[talk(loop=0.9)] * 3])[0]
+    assert "stutter" in judge_alone([talk(stutter=0.3)])[0]
+    assert "long answers end too early" in judge_alone([talk(early=True)])[0]
+    assert "short answers never end" in judge_alone([talk(), talk("greedy", alone=False, missing=True)])[0]
+    assert judge_alone([talk(), *[talk(missing=one) for one in (True, False)]]) == ()
     for entropy in (0.01, 7.0):
-        assert "entropy" in judge_alone([talk(), talk("sampled", entropy=entropy)])[0]
-    assert judge_alone([talk(entropy=0.0), talk("sampled")]) == (), "greedy answers are sure of themselves"
+        assert "entropy" in judge_alone([talk(entropy=entropy)])[0]
 
 
 def test_beside_a_reference_only_what_is_worse_counts():
@@ -56,6 +61,8 @@ def test_beside_a_reference_only_what_is_worse_counts():
     assert "stutter rate" in judge_beside([talk(stutter=0.3)], [talk()], 0.1)[0]
     assert "KL 0.60" in judge_beside(theirs, theirs, 0.6)[0]
     assert "end too early" in judge_beside([talk(early=True)] * 2, [talk()] * 2, 0.1)[0]
+    assert "never end" in judge_beside([talk(missing=True)], [talk(missing=False)], 0.1)[0]
+    assert judge_beside([talk(missing=True)], [talk(missing=True)], 0.1) == ()
 
 
 def test_verdicts():
