@@ -240,6 +240,7 @@ class GenerateSettings:
     batch: int = 16
     token_budget: int = 512
     optimistic: bool = False
+    share_prefixes: bool = True
     latency_ms: float | None = None
     ignore_eos: bool = False
     device: str = "auto"

@@ -88,6 +88,12 @@ def generate(
         bool,
         typer.Option("--optimistic", help="Admit requests by their prompts; the youngest waits when pages run out."),
     ] = False,
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes/--no-share-prefixes", help="Read what requests of a file begin with in common once only."
+        ),
+    ] = True,
     latency_ms: Annotated[
         float | None, typer.Option("--latency-ms", help="Make passes smaller until they take no longer.", min=1)
     ] = None,
@@ -155,6 +161,7 @@ def generate(
         batch=batch,
         token_budget=token_budget,
         optimistic=optimistic,
+        share_prefixes=share_prefixes,
         latency_ms=latency_ms,
         ignore_eos=ignore_eos,
         device=device,

@@ -18,6 +18,7 @@ from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.page_pool import CacheUse
 from quantkit.runtime.page_store import PAGE
 from quantkit.runtime.placement import Placement
+from quantkit.runtime.prefix_cache import PrefixCache
 from quantkit.runtime.request import Request
 from quantkit.runtime.scheduler import Limits, Scheduler, Served
 from quantkit.settings import GenerateSettings
@@ -65,10 +66,16 @@ class QueueReport:
     def new_tokens(self) -> int:
         return sum(len(served.completion.token_ids) for _, served in self.answers)
 
+    @property
+    def shared_tokens(self) -> int:
+        """Of texts that were read, prompts first of all, what another request had read before."""
+        return sum(served.shared_tokens for _, served in self.answers)
+
     def rows(self) -> list[list[str]]:
         """Name and figure, for the console."""
+        prompts = f"{self.prompt_tokens} prompt tokens, {self.shared_tokens} of them shared"
         return [
-            ["requests", f"{len(self.answers)}, {self.prompt_tokens} prompt tokens"],
+            ["requests", f"{len(self.answers)}, {prompts}"],
             ["answers", f"{self.new_tokens} tokens, {self.new_tokens / self.seconds:.1f}/s all together"],
             ["passes", f"{self.passes}, {self.preemptions} requests read again"],
             *cache_rows(self.cache),
@@ -81,6 +88,7 @@ class QueueReport:
             "model": self.model,
             "answers": [line_of(name, served) for name, served in self.answers],
             "prompt_tokens": self.prompt_tokens,
+            "shared_tokens": self.shared_tokens,
             "new_tokens": self.new_tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.new_tokens / self.seconds,
@@ -138,7 +146,8 @@ def run(
     plan = setup.plan
     positions = _positions(plan, [request for _, request in requests], settings.batch)
     pool = plan.pool(model.config, positions, model.dtype, model.device, settings.batch)
-    scheduler = Scheduler(generator, pool, limits)
+    prefixes = PrefixCache(pool, model.config) if settings.share_prefixes else None
+    scheduler = Scheduler(generator, pool, limits, prefixes)
     names = {scheduler.add(request): name for name, request in requests}
     generator.warm_up(requests[0][1])
     load_seconds = time.perf_counter() - start

@@ -23,6 +23,7 @@ from quantkit.runtime.generator import Generator
 from quantkit.runtime.pace import Pace
 from quantkit.runtime.page_pool import CacheFull, PagePool
 from quantkit.runtime.page_store import PAGE
+from quantkit.runtime.prefix_cache import PrefixCache
 from quantkit.runtime.request import Completion, Delta, Request
 from quantkit.runtime.running import Running, step
 
@@ -71,6 +72,7 @@ class _Entry:
     preemptions: int = 0
     shared_tokens: int = 0
     turn: int = 0
+    kept: bool = False
 
     def room(self, most: int) -> int:
         """So many tokens, or as many as can still come."""
@@ -84,10 +86,18 @@ class Scheduler:
     served               number of a request → what came of it
     """
 
-    def __init__(self, generator: Generator, pool: PagePool, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        pool: PagePool,
+        limits: Limits | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        """`prefixes` of the same pool: what one request has read, another with the same beginning need not read."""
         self.generator = generator
         self.pool = pool
         self.limits = limits or Limits()
+        self.prefixes = prefixes
         self.pace = Pace(self.limits.token_budget, self.limits.latency_target)
         self.passes = 0
         self.preemptions = 0
@@ -142,19 +152,55 @@ class Scheduler:
         return came
 
     def _admit(self) -> None:
-        """Those that have waited longest, as long as they have pages."""
+        """Those that have waited longest, as long as they have pages. Who begins as one under way does waits for it to
+        be read."""
+        later: list[_Entry] = []
         while self._waiting and len(self._running) < self.limits.most_running:
-            entry = self._waiting[0]
-            ids = entry.running.answer.ids
-            tokens = self.generator.cache.held(len(ids) + 1 if self.limits.optimistic else entry.capacity)
-            spare = len(self._running) if self.limits.optimistic else 0
-            if -(-tokens // PAGE) + spare > self.pool.free_pages:
-                return
-            entry.running.sequence = CacheSequence(self.pool, tokens)
-            if entry.admitted is None:
-                entry.admitted = time.perf_counter()
-                entry.running.drafting = self.generator.drafting(entry.capacity)
-            self._running.append(self._waiting.popleft())
+            entry = self._waiting.popleft()
+            if self._will_share(entry):
+                later.append(entry)
+            elif not self._open(entry):
+                later.append(entry)
+                break
+        self._waiting.extendleft(reversed(later))
+
+    def _open(self, entry: _Entry) -> bool:
+        """Give it its pages, if there are so many."""
+        running = entry.running
+        ids, key = running.answer.ids, running.answer.request.adapters.key
+        optimistic = self.limits.optimistic
+        tokens = self.generator.cache.held(len(ids) + 1 if optimistic else entry.capacity)
+        try:
+            if self.prefixes is None:
+                sequence = CacheSequence(self.pool, tokens)
+            else:
+                sequence = self.prefixes.open(ids, tokens, key)
+        except CacheFull:
+            return False
+        if optimistic and self.pool.free_pages < len(self._running):  # each may soon want another page
+            sequence.close()
+            return False
+        running.sequence = sequence
+        entry.shared_tokens += sequence.length
+        if entry.admitted is None:
+            entry.admitted = time.perf_counter()
+            running.drafting = self.generator.drafting(entry.capacity)
+        self._running.append(entry)
+        return True
+
+    def _will_share(self, entry: _Entry) -> bool:
+        """Whether a request under way is still reading pages that this one begins with too."""
+        if self.prefixes is None:
+            return False
+        request, ids = entry.running.answer.request, entry.running.answer.ids
+        end = PAGE * (1 + len(self.prefixes.find(ids, request.adapters.key)))
+        for other in self._running:
+            running = other.running
+            if running.lacking > 1 and running.answer.request.adapters.key == request.adapters.key:
+                theirs = running.answer.ids
+                if len(ids) > end <= len(theirs) and ids[:end] == theirs[:end]:
+                    return True
+        return False
 
     def _choose(self) -> list[tuple[_Entry, int]]:
         """Who takes part in the next pass, each with at most so many tokens: at least one answer and one prompt."""
@@ -188,7 +234,7 @@ class Scheduler:
                     hint=f"--cache-tokens {self._running[0].capacity}",
                 )
             youngest = self._running.pop()
-            youngest.running.sequence.close()
+            self._close(youngest)
             youngest.preemptions += 1
             self.preemptions += 1
             self._waiting.appendleft(youngest)
@@ -201,8 +247,10 @@ class Scheduler:
             entry.first = now
         entry.deltas += deltas
         if entry.running.answer.finish_reason is None:
+            if entry.running.lacking == 1 and not entry.kept:
+                self._share(entry)
             return
-        entry.running.sequence.close()
+        self._close(entry)
         self._running.remove(entry)
         admitted, first = entry.admitted or now, entry.first or now
         tally = entry.running.tally if self.generator.draft else None
@@ -210,3 +258,16 @@ class Scheduler:
         completion = Completion(tuple(entry.deltas), prompt, first - admitted, now - first, tally)
         waited = admitted - entry.arrived
         self.served[entry.number] = Served(completion, waited, entry.preemptions, entry.shared_tokens)
+
+    def _share(self, entry: _Entry) -> None:
+        """Let others have what it has read: once its prompt is read, and when it gives its pages back."""
+        if self.prefixes is not None:
+            answer, entry.kept = entry.running.answer, True
+            self.prefixes.keep(entry.running.sequence, answer.ids, answer.request.adapters.key)
+
+    def _close(self, entry: _Entry) -> None:
+        sequence, ids = entry.running.sequence, entry.running.answer.ids
+        sequence.truncate(min(sequence.length, len(ids) - 1))  # guesses that did not stand
+        self._share(entry)
+        sequence.close()
+        entry.kept = False

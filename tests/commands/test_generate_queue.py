@@ -73,6 +73,15 @@ def test_few_pages_and_optimism(folder, tmp_path):
     assert f"{report.preemptions} requests read again" in dict(report.rows())["passes"]
 
 
+def test_a_common_beginning_is_read_once(folder, tmp_path):
+    lines = [{"prompt": "a" * 300 + f" {index}"} for index in range(4)]
+    file = write_lines(tmp_path / "f.jsonl", lines)
+    shared, apart = serve(folder, file), serve(folder, file, share_prefixes=False)
+    assert shared.shared_tokens == shared.as_json()["shared_tokens"] == 3 * 256 and apart.shared_tokens == 0
+    assert "768 of them shared" in dict(shared.rows())["requests"]
+    assert [done.completion.token_ids for _, done in shared.answers] == [done.completion.token_ids for _, done in apart.answers]
+
+
 def test_adapters_of_lines(folder, tmp_path):
     write_adapter(tmp_path / "a", {f"model.layers.{layer}.mlp.up_proj": (128, 64, 8) for layer in range(2)})
     lora = f"{tmp_path / 'a'}:2"
@@ -132,7 +141,7 @@ def test_jsonl_or_one_object_on_stdout(folder, tmp_path, capsys):
     shown = capsys.readouterr()
     lines = [json.loads(line) for line in shown.out.splitlines()]
     assert len(lines) == 5 and "requests 5, " in shown.err
-    assert cli.run([*arguments, "--json", "--batch", "2", "--token-budget", "30", "--latency-ms", "1000", "--optimistic"]) == 0
+    assert cli.run([*arguments, "--json", "--batch", "2", "--token-budget", "30", "--latency-ms", "1000", "--optimistic", "--no-share-prefixes"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {str(line["id"]): line["text"] for line in lines} == {str(line["id"]): line["text"] for line in found["answers"]}
     assert cli.run([*arguments, "--cache-tokens", "256"]) == 16

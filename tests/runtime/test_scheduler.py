@@ -16,6 +16,7 @@ from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load
 from quantkit.runtime.pace import Pace
 from quantkit.runtime.page_pool import PagePool
+from quantkit.runtime.prefix_cache import PrefixCache
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.scheduler import Limits, Scheduler
@@ -42,8 +43,10 @@ def ragged(new_tokens=12, **settings):
     ]
 
 
-def serve(generator, requests, pages=40, **limits):
-    scheduler = Scheduler(generator, make_pool(generator, pages), Limits(**limits))
+def serve(generator, requests, pages=40, share=False, **limits):
+    pool = make_pool(generator, pages)
+    prefixes = PrefixCache(pool, generator.model.config) if share else None
+    scheduler = Scheduler(generator, pool, Limits(**limits), prefixes)
     numbers = [scheduler.add(request) for request in requests]
     texts = dict.fromkeys(numbers, "")
     for number, delta in scheduler.stream():
@@ -64,24 +67,25 @@ def alone(generator):
     return [generator.run(request).token_ids for request in ragged()]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("budget", [7, 64, 512])
-def test_in_any_order_and_any_budget(seed, budget, generator, alone):
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize(("seed", "budget"), [(0, 7), (1, 64), (2, 512)])
+def test_in_any_order_and_any_budget(seed, budget, share, generator, alone):
     order = list(range(16))
     random.Random(seed).shuffle(order)
     requests = ragged()
-    found, scheduler = serve(generator, [requests[index] for index in order], token_budget=budget)
+    found, scheduler = serve(generator, [requests[index] for index in order], share=share, token_budget=budget)
     assert found == [alone[index] for index in order] and scheduler.preemptions == 0
 
 
-@pytest.mark.parametrize("running", [1, 3, 16])
-def test_preempted_requests_read_their_text_again(running, generator, alone):
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("running", [1, 16])
+def test_preempted_requests_read_their_text_again(running, share, generator, alone):
     """Three pages for sixteen requests which need up to two each, admitted by their prompts."""
     requests = ragged(new_tokens=12)
-    found, scheduler = serve(generator, requests, 3, optimistic=True, most_running=running, token_budget=100)
+    found, scheduler = serve(generator, requests, 3, share, optimistic=True, most_running=running, token_budget=100)
     assert found == alone
     tight = [Request([7] * 250, 20), Request([9] * 250, 20), Request([11] * 250, 20)]
-    found, scheduler = serve(generator, tight, 5, optimistic=True)
+    found, scheduler = serve(generator, tight, 5, share, optimistic=True)
     assert scheduler.preemptions > 0 and sum(done.preemptions for done in scheduler.served.values()) > 0
     assert found == [generator.run(request).token_ids for request in tight]
 
@@ -92,6 +96,49 @@ def test_windows_experts_and_fused_linears(family, tmp_path):
     requests = ragged()[:8]
     found, _ = serve(generator, requests, token_budget=50)
     assert found == [generator.run(request).token_ids for request in requests]
+
+
+def test_who_begins_alike_reads_it_once(generator):
+    """Twelve requests behind a common beginning of two pages and a bit, four behind another one, all at once."""
+    draw = random.Random(5)
+    beginnings = [[draw.randrange(5, 270) for _ in range(600)] for _ in range(2)]
+    requests = [Request([*beginnings[index % 4 == 3], index + 5, index + 6], 8 + index) for index in range(16)]
+    draw.shuffle(requests)
+    expected = [generator.run(request).token_ids for request in requests]
+    plain, without = serve(generator, requests, 100)
+    found, scheduler = serve(generator, requests, 100, share=True)
+    assert plain == found == expected
+    shared = [done.shared_tokens for done in scheduler.served.values()]
+    assert sorted(shared) == [0] * 2 + [512] * 14 and not any(done.shared_tokens for done in without.served.values())
+    assert scheduler.prefixes.found_tokens == 14 * 512
+    tight, scheduler = serve(generator, requests, 9, share=True, optimistic=True, token_budget=90)
+    assert tight == expected
+
+
+def test_the_next_turn_of_a_conversation_reads_what_is_new(generator):
+    pool = make_pool(generator, 12)
+    scheduler = Scheduler(generator, pool, prefixes=PrefixCache(pool, generator.model.config))
+    first = scheduler.add(Request([9] * 300, 250))
+    for _ in scheduler.stream():
+        pass
+    answer = scheduler.served[first].completion.token_ids
+    turn = Request([*[9] * 300, *answer, 6, 5], 10)
+    second = scheduler.add(turn)
+    for _ in scheduler.stream():
+        pass
+    assert scheduler.served[second].shared_tokens == 512
+    assert scheduler.served[second].completion.token_ids == generator.run(turn).token_ids
+
+
+def test_adapters_never_share(generator, tmp_path):
+    sets = [AdapterSet()]
+    for seed in range(2):
+        write_adapter(tmp_path / str(seed), {"model.layers.0.mlp.up_proj": (128, 64, 8)}, seed=seed)
+        sets.append(AdapterSet.of([(open_adapter(tmp_path / str(seed)), 1.0)]))
+    requests = [Request([7] * 600, 10, adapters=sets[index % 3]) for index in range(6)]
+    found, scheduler = serve(generator, requests, share=True)
+    assert found == [generator.run(request).token_ids for request in requests] and len(set(found)) == 3
+    assert sorted(done.shared_tokens for done in scheduler.served.values()) == [0] * 3 + [512] * 3
 
 
 def test_worst_cases_are_set_aside(generator):
