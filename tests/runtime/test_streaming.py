@@ -1,13 +1,9 @@
-"""Caches of two tiers: what is streamed from the host is what would have stayed on the device, token for token.
-
-The runs are driven by the test alone, so that every manner of writing is certain to occur: a prompt at once, one token
-of one text, one of each of several, and several at once of which some are taken back.
-"""
+"""Caches of two tiers: what is streamed from the host is what would have stayed on the device, token for token."""
 
 import pytest
 import tiny
 import torch
-from torch import Tensor
+from talks import forward, talk
 
 import quantkit
 from quantkit.runtime.cache import CacheView
@@ -44,43 +40,9 @@ def texts(way: str) -> list[list[int]]:
     return prompts if way == "batched" else prompts[:1]
 
 
-def forward(model, pool: PagePool, sequences: list[CacheSequence], pieces: list[list[int]]) -> list[Tensor]:
-    counts = [len(piece) for piece in pieces]
-    ids = torch.tensor([[token for piece in pieces for token in piece]])
-    with torch.inference_mode():
-        return list(model.forward(ids, cache=CacheView(pool, sequences, counts))[0].split(counts))
-
-
-def talk(model, pool: PagePool, prompts: list[list[int]], count: int, guessed: int) -> tuple[list[list[int]], Tensor]:
-    """Greedy answers of `count` tokens, and the logits behind them. With `guessed` tokens at a time they are checked in
-    windows: the first guesses are right every second time, the last one never."""
-    sequences = [CacheSequence(pool, len(prompt) + count + guessed) for prompt in prompts]
-    answers: list[list[int]] = [[] for _ in prompts]
-    kept: list[Tensor] = []
-    pieces = prompts
-    while len(answers[0]) < count:
-        logits = forward(model, pool, sequences, pieces)
-        for sequence, answer, piece, rows in zip(sequences, answers, pieces, logits, strict=True):
-            stood = 0
-            if answer:
-                while stood < len(piece) - 1 and piece[stood + 1] == int(rows[stood].argmax()):
-                    stood += 1
-                answer += piece[1 : 1 + stood]
-                sequence.truncate(sequence.length - (len(piece) - 1 - stood))
-                row = rows[stood]
-            else:
-                row = rows[-1]
-            answer.append(int(row.argmax()))
-            kept.append(row)
-        pieces = [[answer[-1], *guesses(model, prompt + answer, guessed)] for prompt, answer in zip(prompts, answers, strict=True)]
-    for sequence in sequences:
-        sequence.close()
-    return [answer[:count] for answer in answers], torch.stack(kept)
-
-
-def guesses(model, ids: list[int], count: int) -> list[int]:
-    """What an n-gram draft might say, made of the text's own past so that it is the same in every run."""
-    return [ids[(7 * len(ids) + index) % len(ids)] for index in range(count)]
+def guess(text: int, ids: list[int]) -> list[int]:
+    """Three tokens of the text's own past, of which few will be right."""
+    return [ids[(7 * len(ids) + index) % len(ids)] for index in range(3)]
 
 
 def pools(model, form: str | None, resident: int, sequences: int) -> tuple[PagePool, PagePool]:
@@ -91,9 +53,9 @@ def pools(model, form: str | None, resident: int, sequences: int) -> tuple[PageP
 
 def compare(model, form: str | None, way: str, count: int, resident: int = 32) -> int:
     """Runs both and holds them to each other; returns how many pages were streamed."""
-    prompts, guessed = texts(way), 3 if way == "verified" else 0
+    prompts, guesses = texts(way), guess if way == "verified" else None
     plain, tiered = pools(model, form, resident, len(prompts))
-    whole, streamed = (talk(model, pool, prompts, count, guessed) for pool in (plain, tiered))
+    whole, streamed = (talk(model, pool, prompts, count, guesses) for pool in (plain, tiered))
     assert streamed[0] == whole[0]
     assert torch.equal(streamed[1], whole[1]), "logits are the same bit for bit"
     assert plain.use.pages_streamed == plain.use.host_bytes == 0
@@ -155,10 +117,11 @@ def test_cut_back_behind_what_left_the_device(models, form):
     results = []
     for pool in (plain, tiered):
         sequence = CacheSequence(pool)
-        logits = [forward(model, pool, [sequence], [prompt])[0]]
+        logits = forward(model, pool, [sequence], [prompt], last=99)
         for length in (300, 256, 40):
             sequence.truncate(length)
-            logits += [forward(model, pool, [sequence], [prompt[:40]])[0] for _ in range(9)]
+            for _ in range(9):
+                logits += forward(model, pool, [sequence], [prompt[:40]], last=99)
         results.append(torch.cat(logits))
     assert torch.equal(*results)
 
