@@ -46,15 +46,19 @@ class Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """int64 `[b, s]` → float32 `[b, s, hidden]`. Raises RequestError for an id outside the vocabulary."""
-        vocabulary = self.weight.shape[0]
-        outside = ids[(ids < 0) | (ids >= vocabulary)]
-        if outside.numel():
-            raise RequestError(
-                f"token id {int(outside[0])} is outside the model's vocabulary of {vocabulary}",
-                hint="use the tokenizer of this model",
-            )
+        require_known(ids, self.weight.shape[0])
         rows = F.embedding(ids, self.weight).to(self.dtype).to(torch.float32)
         return rows * torch.tensor(self.scale, dtype=self.dtype).to(torch.float32)
+
+
+def require_known(ids: Tensor, vocabulary: int) -> None:
+    """Raises RequestError for an id outside a vocabulary of so many words."""
+    outside = ids[(ids < 0) | (ids >= vocabulary)]
+    if outside.numel():
+        raise RequestError(
+            f"token id {int(outside[0])} is outside the model's vocabulary of {vocabulary}",
+            hint="use the tokenizer of this model",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +192,13 @@ def _load_ends(
     """Embedding and head for good: in a tied model they share one weight."""
     head = load_head(source, config, architecture, dtype, device)
     head.linear.settle()
-    if config.tie_embeddings and not _has_head_of_its_own(source):
+    if config.tie_embeddings and not has_head_of_its_own(source):
         return Embedding(head.linear.stored.tensors()["weight"], config.embedding_scale, dtype), head
     return load_embedding(source, config, architecture, dtype, device), head
 
 
-def _has_head_of_its_own(source: Source) -> bool:
+def has_head_of_its_own(source: Source) -> bool:
+    """Whether a tied model has an output linear all the same: writers of EXL2 add it and leave the config as it was."""
     return source.has(f"{HEAD}.{exl2.MARK}")
 
 
@@ -208,10 +213,9 @@ def load_embedding(
 def load_head(
     source: Source, config: ModelConfig, architecture: Architecture, dtype: torch.dtype, device: Device = "cpu"
 ) -> Head:
-    """Final norm and output linear. Tied models read the embedding for it, unless the source has it in EXL2 form:
-    writers of that format add it, and leave the config as it was."""
+    """Final norm and output linear. Tied models read the embedding for it, unless the source has it in EXL2 form."""
     norm = Norm.read(source, FINAL_NORM, config.hidden_size, architecture.norm_offset, config.norm_eps, device)
-    if config.tie_embeddings and not _has_head_of_its_own(source):
+    if config.tie_embeddings and not has_head_of_its_own(source):
         weight = read_tensor(source, f"{EMBEDDING}.weight", (config.vocab_size, config.hidden_size))
         linear = Linear(HEAD, DenseTensor(weight), dtype, device)
     else:

@@ -1,12 +1,13 @@
 """Slices of stored weights against the same slices of what they dequantize to: exactly equal, and in the same form."""
 
 import pytest
+import tiny_exl2
 import torch
 from tiny_gptq import random_linear
 
 from quantkit.errors import FormatError
 from quantkit.formats import exl2, gptq
-from quantkit.formats.codec import Codes, Grid, Group, Layout
+from quantkit.formats.codec import Group, Layout
 from quantkit.formats.dense import DenseTensor
 from quantkit.formats.gptq_config import GptqSettings
 from quantkit.formats.joined import JoinedTensor
@@ -24,15 +25,7 @@ def _gptq(*, bits=4, group_size=64, act_order=False, rows=256, columns=192, seed
 
 def _exl2(*, layout=LAYOUT, columns=96, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    grids, q = [], []
-    for group in layout.groups:
-        code = torch.randint(0, 16, (columns,), generator=generator, dtype=torch.uint8)
-        stored = {"q_scale": code, "q_scale_max": torch.rand(1, generator=generator)[0].to(torch.float16)}
-        middle = torch.full((columns,), 1 << group.bits - 1, dtype=torch.int32)
-        grids.append(Grid(torch.ones(columns), middle, (1 << group.bits) - 1, stored))
-        q.append(torch.randint(0, 1 << group.bits, (group.rows, columns), generator=generator, dtype=torch.uint8))
-    order = torch.randperm(layout.rows, generator=generator)
-    return exl2.encode(Codes(torch.cat(q), tuple(grids), layout, order), torch.randn(columns, generator=generator))
+    return tiny_exl2.random_linear(layout, columns, generator, bias=True)
 
 
 def _dense():
