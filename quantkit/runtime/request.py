@@ -160,9 +160,9 @@ class Completion:
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Tokens after the first by the time they took; None when there is only one."""
+        """Tokens after the first by the time they took; None when there is only one, or all came at once."""
         steps = len(self.deltas) - 1
-        return steps / self.decode_seconds if steps else None
+        return steps / self.decode_seconds if steps and self.decode_seconds else None
 
 
 def check(request: Request, config: ModelConfig, plan: CachePlan | None = None, draft_tokens: int = 0) -> int:

@@ -107,7 +107,9 @@ def test_settings_can_change_with_every_token(generator):
 def test_one_token_has_no_decoding_speed(generator):
     answer = generator.run(Request(PROMPT, max_new_tokens=1))
     assert answer.decode_tokens_per_second is None and answer.prefill_tokens_per_second > 0
-    assert generator.run(Request(PROMPT, max_new_tokens=3)).decode_tokens_per_second > 0
+    several = generator.run(Request(PROMPT, max_new_tokens=3))
+    assert several.decode_tokens_per_second > 0
+    assert replace(several, decode_seconds=0.0).decode_tokens_per_second is None, "all in one pass of a batch"
 
 
 def test_sampling_depends_on_the_seed_alone(generator):
