@@ -60,6 +60,8 @@ def run_backward(
     device: Device,
     folder: Path | None,
     progress: Progress,
+    batch_tokens: int | None = None,
+    logits_at_once: int | None = None,
 ) -> None:
     """Show every stage to `watch`, batch after batch, from the last block to the first.
 
@@ -67,6 +69,8 @@ def run_backward(
     seed    draws the labels
     dtype   of the multiplications and of the states kept; float16 is taken as bfloat16, since gradients need the range
     folder  an existing folder for the states, with nothing in it; None keeps them in memory
+    batch_tokens  how many go through a block together, `BATCH_TOKENS` if not given; never less than a row
+    logits_at_once  numbers of the logits that are held, `LOGITS_AT_ONCE` if not given
 
     Raises CalibrationError where states or gradients between blocks are not finite.
     """
@@ -75,7 +79,8 @@ def run_backward(
     # Autograd refuses what inference mode has made, and the caller may be in it.
     with torch.inference_mode(False), torch.no_grad(), progress.task("gradients", total=2 * len(blocks)) as task:
         rotary = Rotary.at(config.ropes, torch.arange(rows.shape[1], device=device)[None])
-        walk = _Walk(rows, rotary, dtype, device, folder)
+        sizes = batch_tokens or BATCH_TOKENS, logits_at_once or LOGITS_AT_ONCE
+        walk = _Walk(rows, rotary, dtype, device, folder, *sizes)
         states = [walk.embed(load_embedding(source, config, architecture, dtype, device))]
         for index in range(len(blocks)):
             states.append(walk.follow(blocks[index], states[-1], index))
@@ -95,6 +100,8 @@ class _Walk:
     dtype: torch.dtype
     device: Device
     folder: Path | None
+    batch_tokens: int
+    logits_at_once: int
 
     def embed(self, embedding: Embedding) -> ActivationStream:
         return ActivationStream.start(
@@ -118,7 +125,9 @@ class _Walk:
         chances = torch.rand(self.rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         batches = iter(chances.split(self._batch_rows))
         return states.follow(
-            lambda hidden: _loss_gradient(head, self._read(hidden), next(batches).to(self.device)),
+            lambda hidden: _loss_gradient(
+                head, self._read(hidden), next(batches).to(self.device), self.logits_at_once
+            ),
             "the loss",
             dtype=torch.float32,
             folder=self._place("gradients"),
@@ -143,7 +152,7 @@ class _Walk:
 
     @property
     def _batch_rows(self) -> int:
-        return max(1, BATCH_TOKENS // self.rows.shape[1])
+        return max(1, self.batch_tokens // self.rows.shape[1])
 
     def _read(self, hidden: Tensor) -> Tensor:
         return hidden.to(self.device, torch.float32)
@@ -156,10 +165,10 @@ class _Walk:
         return place
 
 
-def _loss_gradient(head: Head, hidden: Tensor, chances: Tensor) -> Tensor:
+def _loss_gradient(head: Head, hidden: Tensor, chances: Tensor, at_once: int = LOGITS_AT_ONCE) -> Tensor:
     """Of Σ_t -ln p(label_t) at the states `[b, s, hidden]`, with labels for the chances `[b, s]`."""
     gradients = []
-    size = max(1, LOGITS_AT_ONCE // head.linear.out_features)
+    size = max(1, at_once // head.linear.out_features)
     for part, chance in zip(hidden.flatten(0, 1).split(size), chances.flatten().split(size), strict=True):
         states = part.detach().requires_grad_()
         with torch.enable_grad():

@@ -88,6 +88,8 @@ def measure(
     folder: Path | None,
     progress: Progress,
     keep: Callable[[Covariances], None] | None = None,
+    batch_tokens: int | None = None,
+    logits_at_once: int | None = None,
 ) -> Sensitivity:
     """Run a text `rows`, int64 `[rows, length]`, forward and back; for the rest see `gradients.run_backward`.
 
@@ -107,7 +109,7 @@ def measure(
         if found.stage.name not in stages:
             if stages and block_of(next(reversed(stages))) != block_of(found.stage.name):
                 leave_block()
-            stages[found.stage.name] = _Squares(found.stage)
+            stages[found.stage.name] = _Squares(found.stage, rows.shape[1])
         stages[found.stage.name].add(found)
 
     run_backward(
@@ -121,6 +123,8 @@ def measure(
         device=device,
         folder=folder,
         progress=progress,
+        batch_tokens=batch_tokens,
+        logits_at_once=logits_at_once,
     )
     leave_block()
     return Sensitivity(
@@ -132,9 +136,11 @@ def measure(
 
 
 class _Squares:
-    """Of one stage, batch after batch."""
+    """Of one stage, batch after batch. Sums are taken row by row of the text, so that they are the same however rows
+    are batched."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, length: int) -> None:
+        self._length = length
         self.outputs: dict[str, Tensor] = {}
         self._sums: dict[str, list[Tensor]] = {}
         self._linears: dict[str, list[Tensor]] = {name: [] for name in stage.linears}
@@ -143,14 +149,16 @@ class _Squares:
 
     def add(self, found: StageGradients) -> None:
         energies = found.inputs.square().sum(1)
+        counts = torch.unique_consecutive(found.tokens // self._length, return_counts=True)[1].tolist()
         for (name, squares), gradients in zip(self._linears.items(), found.outputs, strict=True):
-            own = gradients.square()
-            sums = (energies @ own).double().cpu()
-            if not bool(torch.isfinite(sums).all()):
-                raise CalibrationError(f"the gradients at `{name}` are not finite", hint="use `--dtype fp32`")
-            self.outputs[name] = self.outputs.get(name, 0) + sums
-            squares.append(own.sum(1).cpu())
-            self._add_covariance(name, gradients * energies.sqrt()[:, None])
+            for energy, part in zip(energies.split(counts), gradients.split(counts), strict=True):
+                own = part.square()
+                sums = (energy @ own).double().cpu()
+                if not bool(torch.isfinite(sums).all()):
+                    raise CalibrationError(f"the gradients at `{name}` are not finite", hint="use `--dtype fp32`")
+                self.outputs[name] = self.outputs.get(name, 0) + sums
+                squares.append(own.sum(1).cpu())
+                self._add_covariance(name, part * energy.sqrt()[:, None])
         self._energies.append(energies.cpu())
         self._tokens.append(found.tokens)
 

@@ -10,8 +10,10 @@ Elsewhere than on glibc this does nothing.
 """
 
 import ctypes
+import re
 import sys
 from functools import cache
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAPPED_BYTES = 32 << 20
@@ -44,3 +46,12 @@ def _glibc() -> ctypes.CDLL | None:
     except (AttributeError, OSError):
         return None
     return library
+
+
+def resident() -> int:
+    """Bytes of this process in memory; 0 where the system does not say."""
+    try:
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0

@@ -44,6 +44,8 @@ class QuantizeSettings:
     plan: Path | None = None
     job: Path | None = None
     restart: bool = False
+    max_memory: int | None = None
+    """Bytes of the whole process; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class MeasureSettings:
     overwrite: bool = False
     job: Path | None = None
     restart: bool = False
+    max_memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

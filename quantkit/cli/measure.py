@@ -11,10 +11,12 @@ from quantkit.cli.options import (
     Device,
     JobFolder,
     Json,
+    MaxMemory,
     Restart,
     Rotate,
     RowLength,
     Samples,
+    memory_bytes,
 )
 from quantkit.settings import MeasureSettings
 
@@ -34,6 +36,7 @@ def measure(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that another command made.")] = False,
     job: JobFolder = None,
     restart: Restart = False,
+    max_memory: MaxMemory = None,
     json: Json = False,
 ) -> None:
     """Measure what each EXL2 layout of each linear of MODEL would cost in bits and do in damage."""
@@ -50,6 +53,7 @@ def measure(
         overwrite=overwrite,
         job=job,
         restart=restart,
+        max_memory=memory_bytes("--max-memory", max_memory),
     )
     from quantkit import console
     from quantkit.commands.measure import run

@@ -1,9 +1,12 @@
 """Options that several commands have, in one wording."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from quantkit.errors import UsageError
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Calibration = Annotated[
@@ -25,3 +28,20 @@ Rotate = Annotated[
     ),
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Forget what is finished, the result too, and begin again.")]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--max-memory", help="Most memory of the process, as 2GiB: smaller batches and files instead; the same result."
+    ),
+]
+UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def memory_bytes(option: str, text: str | None) -> int | None:
+    """`24GB`, `24GiB`, `24G` and `24` are all 24 × 2^30, as cards are sold. Raises UsageError for anything else."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])i?b?)?", text.strip().lower())
+    if not found or float(found[1]) <= 0:
+        raise UsageError(f"`{text}` is no size of memory", hint=f"use `{option} 24GB`")
+    return int(float(found[1]) * UNITS[found[2] or "g"])

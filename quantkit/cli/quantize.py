@@ -11,10 +11,12 @@ from quantkit.cli.options import (
     Device,
     JobFolder,
     Json,
+    MaxMemory,
     Restart,
     Rotate,
     RowLength,
     Samples,
+    memory_bytes,
 )
 from quantkit.commands.gate import DAMAGE_FIGURES, Gate
 from quantkit.errors import GateError, UsageError
@@ -133,6 +135,7 @@ def quantize(
     ] = False,
     job: JobFolder = None,
     restart: Restart = False,
+    max_memory: MaxMemory = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail when a linear would stay dense or end in a short group.")
     ] = False,
@@ -191,6 +194,7 @@ def quantize(
         evaluate=not no_eval,
         job=job,
         restart=restart,
+        max_memory=memory_bytes("--max-memory", max_memory),
     )
     from quantkit import console
 

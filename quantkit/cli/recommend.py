@@ -6,11 +6,9 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.options import Json
+from quantkit.cli.options import Json, memory_bytes
 from quantkit.errors import UsageError
 from quantkit.settings import RecommendSettings
-
-UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def recommend(
@@ -35,7 +33,7 @@ def recommend(
     """Say which rate and which cache fit a memory, with the margin, over rates and contexts. Exits 3 when nothing
     fits."""
     settings = RecommendSettings(
-        model, _bytes("--vram", vram), _bytes("--ram", ram), _tokens(context), kv, batch, measurement
+        model, memory_bytes("--vram", vram), memory_bytes("--ram", ram), _tokens(context), kv, batch, measurement
     )
     from quantkit import console
     from quantkit.commands.recommend import run
@@ -51,16 +49,6 @@ def recommend(
         console.print_text("* with the older part of the cache in host memory")
     console.print_table(str(model), ["", ""], report.rows(), text_columns=2)
     return 0 if report.chosen else 3
-
-
-def _bytes(option: str, text: str | None) -> int | None:
-    """`24GB`, `24GiB`, `24G` and `24` are all 24 × 2^30, as cards are sold. Raises UsageError for anything else."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])i?b?)?", text.strip().lower())
-    if not found or float(found[1]) <= 0:
-        raise UsageError(f"`{text}` is no size of memory", hint=f"use `{option} 24GB`")
-    return int(float(found[1]) * UNITS[found[2] or "g"])
 
 
 def _tokens(text: str | None) -> int | None:

@@ -75,6 +75,7 @@ def ready_stages(
     *,
     dtype: torch.dtype = torch.float32,
     route_all: bool = False,
+    hessian_bytes: int = HESSIAN_BYTES,
 ) -> Iterator[ReadyStage]:
     """The stages of `block`, only linears among `names` in them, each with the factor of its Hessian. Linears that need
     another order than others of their stage come by themselves.
@@ -82,13 +83,14 @@ def ready_stages(
     groups     the rows of a linear that are to be solved together, int64 [in]: the group of each
     dtype      of the Hessians
     route_all  every expert's Hessian is made of all tokens of the block, however many the router sends to it
+    hessian_bytes  of Hessians gathered in one pass; at least one is
     """
     linears = block.linears
     experts = {name: number for number, pair in enumerate(block.experts) for name in pair}
     all_tokens: dict[Stage, int] = {}
     stages = chosen_stages(block, names)
     gathered = {stage.name for stage in stages if not (route_all and stage.name in experts)}
-    for part in _passes(stages, gathered, linears, dtype):
+    for part in _passes(stages, gathered, linears, dtype, hessian_bytes):
         observed = _observe(block, part, gathered, stream, rotary, sensitivity, dtype)
         for stage in part:
             seen, features = observed.pop(stage.name), linears[stage.linears[0]].in_features
@@ -103,10 +105,10 @@ def ready_stages(
             reason = UNKNOWN if unknown else None
             for own, found in _factored(seen.hessian, stage, linears, groups or {}):
                 yield ReadyStage(own, found, seen.tokens, reason, routed)
-    for stage, seen in _reached(block, list(all_tokens), stream, rotary, dtype):
+    for stage, seen in _reached(block, list(all_tokens), stream, rotary, dtype, hessian_bytes):
         routed = all_tokens[stage]
         reason = None if route_all else _few(routed, "solved with all tokens of its block")
-        for own, found in _factored(seen.hessian, stage, linears, groups or {}):
+        for own, found in _factored(seen.hessian, stage, linears, groups or {}, last=False):
             yield ReadyStage(own, found, seen.tokens, reason, routed)
 
 
@@ -129,24 +131,36 @@ def _few(routed: int, instead: str) -> str:
 
 
 def _factored(
-    hessian: Tensor | None, stage: Stage, linears: Mapping[str, Linear], groups: Mapping[str, Tensor]
+    hessian: Tensor | None,
+    stage: Stage,
+    linears: Mapping[str, Linear],
+    groups: Mapping[str, Tensor],
+    *,
+    last: bool = True,
 ) -> Iterator[tuple[tuple[str, ...], Factor | None]]:
-    """The linears of a stage that are rounded in one order, with the factor for it."""
+    """The linears of a stage that are rounded in one order, with the factor for it. With `last` the Hessian is given up
+    for that of the last ones."""
     if hessian is None:
         yield stage.linears, None
         return
     rest = [name for name in stage.linears if name not in groups]
-    if rest:
-        yield tuple(rest), factor(hessian, _order(hessian, [linears[name] for name in rest]), name=rest[0])
     left = [name for name in stage.linears if name in groups]
+    if rest:
+        order = _order(hessian, [linears[name] for name in rest])
+        yield tuple(rest), factor(hessian, order, name=rest[0], last=last and not left)
     while left:
         own = [name for name in left if torch.equal(groups[name], groups[left[0]])]
-        yield tuple(own), factor(hessian, grouped(hessian, groups[own[0]]), name=own[0])
         left = [name for name in left if name not in own]
+        yield tuple(own), factor(hessian, grouped(hessian, groups[own[0]]), name=own[0], last=last and not left)
 
 
 def _reached(
-    block: Block, stages: Sequence[Stage], stream: ActivationStream, rotary: Rotary, dtype: torch.dtype
+    block: Block,
+    stages: Sequence[Stage],
+    stream: ActivationStream,
+    rotary: Rotary,
+    dtype: torch.dtype,
+    hessian_bytes: int,
 ) -> Iterator[tuple[Stage, _Seen]]:
     """Stages of experts, observed with every token of the block. Those that read the block's states read the same ones,
     so one of them is observed for all."""
@@ -156,7 +170,7 @@ def _reached(
     first = alike[:1]
     observed_stages = [*first, *(stage for stage in stages if stage.name in own_states)]
     gathered = {stage.name for stage in observed_stages}
-    for part in _passes(observed_stages, gathered, block.linears, dtype):
+    for part in _passes(observed_stages, gathered, block.linears, dtype, hessian_bytes):
         reaching = block.reaching(experts[stage.name] for stage in part)
         observed = _observe(reaching, part, gathered, stream, rotary, None, dtype)
         for stage in part:
@@ -175,7 +189,11 @@ def _order(hessian: Tensor, linears: Sequence[Linear]) -> Tensor | None:
 
 
 def _passes(
-    stages: Sequence[Stage], gathered: Container[str], linears: Mapping[str, Linear], dtype: torch.dtype
+    stages: Sequence[Stage],
+    gathered: Container[str],
+    linears: Mapping[str, Linear],
+    dtype: torch.dtype,
+    hessian_bytes: int,
 ) -> Iterator[list[Stage]]:
     """Stages whose Hessians, where they are to be gathered, fit into memory together."""
     part: list[Stage] = []
@@ -183,7 +201,7 @@ def _passes(
     for stage in stages:
         features = linears[stage.linears[0]].in_features
         size = dtype.itemsize * features * (features + CHUNK_TOKENS) * (stage.name in gathered)
-        if part and held + size > HESSIAN_BYTES:
+        if part and held + size > hessian_bytes:
             yield part
             part, held = [], 0
         part.append(stage)

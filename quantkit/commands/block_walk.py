@@ -14,9 +14,6 @@ from quantkit.commands.quantize_job import Subject
 from quantkit.job.job import Job
 from quantkit.models.transformer import load_embedding
 
-BATCH_TOKENS = 2048
-"""Calibration tokens that go through a block together."""
-
 
 class BlockWalk:
     """Steps `NAME 0`, `NAME 1`, … of a job, one for each block; `done` of them are finished.
@@ -35,7 +32,7 @@ class BlockWalk:
         """The states before the first block that is not done."""
         name = self.step(self.done)
         rows = self._subject.rows
-        batch_rows = max(1, BATCH_TOKENS // rows.shape[1])
+        batch_rows = max(1, self._subject.budget.walk_tokens // rows.shape[1])
         if self.done:
             self._job.keep_states(name)
             seal = self._job.value(self.step(self.done - 1))["states"]

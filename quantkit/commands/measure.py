@@ -29,6 +29,7 @@ from quantkit.commands.measure_check import (
 )
 from quantkit.commands.measure_outline import outline, subject_layouts
 from quantkit.commands.measure_report import MeasureReport
+from quantkit.commands.memory_limit import limited
 from quantkit.commands.quantize_block import naming
 from quantkit.commands.quantize_job import Subject, choose_placement, open_model, open_subject, require_finite
 from quantkit.commands.resumption import facts_of, job_place
@@ -83,6 +84,7 @@ def run(
     place = Path(os.path.realpath(settings.out))
     with Job(job_place(settings.job, place, checkpoint.path)) as kept:
         subject = open_subject(checkpoint, settings, placement)
+        subject = limited(subject, settings.max_memory, weighs=True)
         model = identify(checkpoint.original, kept.hints.get("model"))
         facts = facts_of("measure", settings, subject, model)
         if place.exists():
@@ -168,7 +170,7 @@ def measure_model(
             block = load_block(subject.checkpoint, subject.config, subject.architecture, index, dtype, device)
             own: dict[str, MeasuredLinear] = {}
             kept = _Kept(coarse)
-            for ready in ready_stages(block, stream, rotary, wanted):
+            for ready in ready_stages(block, stream, rotary, wanted, hessian_bytes=subject.budget.hessian_bytes):
                 for name, candidates in _measure_stage(block.linears, ready, specs, layouts, squares, kept).items():
                     spec = specs[name]
                     own[name] = MeasuredLinear(name, spec.in_features, spec.out_features, candidates)

@@ -20,6 +20,7 @@ from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.effort import choose_effort, choose_hessian_dtype
+from quantkit.commands.memory_limit import within_memory
 from quantkit.commands.quantize_exl2 import check_format, choose_recipe
 from quantkit.commands.quantize_job import (
     QuantizeJob,
@@ -99,6 +100,7 @@ def run(
     ):
         subject = open_subject(checkpoint, settings if effort.calibrates else None, placement)
         settings = fit_target(settings, subject, progress)
+        subject = within_memory(subject, settings, effort, hessian_dtype, progress)
         unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
         model = identify(checkpoint.original, kept.hints.get("model"))
         facts = facts_of("quantize", settings, subject, model)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
-from quantkit.commands.block_hessians import ReadyStage, chosen_stages, ready_head, ready_stages
+from quantkit.commands.block_hessians import HESSIAN_BYTES, ReadyStage, chosen_stages, ready_head, ready_stages
 from quantkit.commands.quantize_report import LinearResult
 from quantkit.errors import FormatError, GateError
 from quantkit.formats.codec import Codec, StoredTensor
@@ -40,12 +40,15 @@ def solve_block(
     *,
     hessian_dtype: torch.dtype = torch.float32,
     route_all: bool = False,
+    hessian_bytes: int = HESSIAN_BYTES,
+    apart: bool = False,
 ) -> Iterator[SolvedLinear]:
     """Solve the linears of `block` that have a codec, stage after stage. The block itself is not changed.
 
     sensitivity  of the first rows of the text in `stream`: what tokens matter. Without it, as well as for experts that
                  none of its tokens reached, Hessians are mixed with token-normalised ones.
-    route_all    see `ready_stages`; so is the dtype of the Hessians
+    route_all    see `ready_stages`; so are the dtype of the Hessians and their bytes
+    apart        linears that read one input are solved one by one: the same, in less memory and more time
 
     Raises CalibrationError for inputs that are not finite, FormatError for weights that the codec cannot hold.
     """
@@ -54,10 +57,21 @@ def solve_block(
         for name, linear in block.linears.items()
         if name in codecs and (whole := codecs[name].whole_groups(linear.in_features)) is not None
     }
-    stages = ready_stages(block, stream, rotary, codecs, sensitivity, groups, dtype=hessian_dtype, route_all=route_all)
+    stages = ready_stages(
+        block,
+        stream,
+        rotary,
+        codecs,
+        sensitivity,
+        groups,
+        dtype=hessian_dtype,
+        route_all=route_all,
+        hessian_bytes=hessian_bytes,
+    )
     known = {} if sensitivity is None else sensitivity.covariances
     for ready in stages:
-        yield from solve_stage(block.linears, ready, codecs, known)
+        for names in [(name,) for name in ready.names] if apart else [ready.names]:
+            yield from solve_stage(block.linears, replace(ready, names=names), codecs, known)
 
 
 def round_block(block: Block, codecs: Mapping[str, Codec]) -> Iterator[SolvedLinear]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from quantkit.calibration import text as calibration_text
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.rotated import RotatedCheckpoint
+from quantkit.commands.memory_budget import DEFAULT, SPILL_BYTES, Budget
 from quantkit.commands.quantize_recipe import Recipe
 from quantkit.errors import BackendError, CalibrationError, CheckpointError, FormatError, UsageError
 from quantkit.formats.codec import Codec
@@ -21,8 +22,6 @@ from quantkit.progress import Progress
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
 
-SPILL_BYTES = 256 << 20
-"""Hidden states of a backward pass beyond this live in files of the job."""
 BACKWARD_TOKENS = 8192
 SCANNED_VALUES = 1 << 24
 
@@ -50,6 +49,7 @@ class Subject:
     placement: Placement
     tokenizer: Tokenizer
     rows: Tensor
+    budget: Budget = DEFAULT
 
     @property
     def linears(self) -> list[LinearSpec]:
@@ -95,7 +95,7 @@ class Subject:
     @property
     def backward_spilled_bytes(self) -> int:
         """The same where it is too much for the memory, else 0."""
-        return self.backward_bytes if self.backward_bytes > SPILL_BYTES else 0
+        return self.backward_bytes if self.backward_bytes > min(SPILL_BYTES, self.budget.spill_bytes) else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ from typing import Any
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.effort import choose_effort, choose_hessian_dtype
 from quantkit.commands.measure_outline import outline
+from quantkit.commands.memory_limit import within_memory
 from quantkit.commands.quantize_exl2 import check_format, known_recipe
 from quantkit.commands.quantize_job import choose_placement, open_model, open_subject, prepare, require_finite
 from quantkit.commands.quantize_needs import DiskNeeds, disk_needs, require_space
@@ -92,6 +93,7 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
         checkpoint, settings if effort.calibrates else None, choose_placement(settings.device, settings.dtype)
     )
     settings = fit_target(settings, subject, progress)
+    subject = within_memory(subject, settings, effort, hessian_dtype, progress)
     recipe = known_recipe(settings, subject, progress)
     expected = None if recipe else outline(subject)
     job = prepare(

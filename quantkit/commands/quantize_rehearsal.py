@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration import sensitivity
-from quantkit.calibration.gradients import BATCH_TOKENS as BACKWARD_BATCH_TOKENS
 from quantkit.calibration.hessian import Hessian
 from quantkit.calibration.stream import ActivationStream
-from quantkit.commands.block_walk import BATCH_TOKENS
 from quantkit.commands.quantize_block import round_block, solve_block, solve_head
 from quantkit.commands.quantize_job import QuantizeJob, Subject
 from quantkit.models.architecture import block_of
@@ -63,7 +61,7 @@ def rehearse(job: QuantizeJob, *, weighs: bool, solves: int = 1) -> Rehearsal:
             _exhaust(round_block(block, job.codecs))
         each = loading.seconds + solving.seconds
         return Rehearsal(config.num_layers * each, each, 0.0, peak_memory(), 0)
-    per_batch = max(1, BATCH_TOKENS // subject.rows.shape[1])
+    per_batch = max(1, subject.budget.walk_tokens // subject.rows.shape[1])
     rows = subject.rows[:per_batch]
     batches = len(subject.rows) / len(rows)
     embedding = load_embedding(*place, dtype, device)
@@ -84,7 +82,16 @@ def rehearse(job: QuantizeJob, *, weighs: bool, solves: int = 1) -> Rehearsal:
     hessians.clear()
     with _Watch() as solving:
         _exhaust(
-            solve_block(block, stream, rotary, job.codecs, hessian_dtype=job.hessian_dtype, route_all=job.route_all)
+            solve_block(
+                block,
+                stream,
+                rotary,
+                job.codecs,
+                hessian_dtype=job.hessian_dtype,
+                route_all=job.route_all,
+                hessian_bytes=subject.budget.hessian_bytes,
+                apart=subject.budget.apart,
+            )
         )
     once = max(0.0, solving.seconds - observing.seconds)
     walks = 1 if solves == 1 else 2
@@ -115,7 +122,7 @@ def _largest_block(job: QuantizeJob) -> int:
 def _backward(subject: Subject, loading: float) -> float:
     """Seconds of the pass over all blocks, from passes over one and two of them and a batch of the text."""
     rows = subject.backward_rows
-    few = rows[: max(1, BACKWARD_BATCH_TOKENS // rows.shape[1])]
+    few = rows[: max(1, subject.budget.backward_tokens // rows.shape[1])]
     with _Watch() as first:
         _run_backward(subject, few, 1)
     with _Watch() as second:
@@ -138,6 +145,8 @@ def _run_backward(subject: Subject, rows: Tensor, layers: int) -> None:
         device=subject.placement.device,
         folder=None,
         progress=Silent(),
+        batch_tokens=subject.budget.backward_tokens,
+        logits_at_once=subject.budget.logits_at_once,
     )
 
 

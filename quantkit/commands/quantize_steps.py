@@ -78,6 +78,8 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
                         sensitivity,
                         hessian_dtype=job.hessian_dtype,
                         route_all=job.route_all,
+                        hessian_bytes=subject.budget.hessian_bytes,
+                        apart=subject.budget.apart,
                     )
                 )
                 for solved in solutions:

@@ -16,7 +16,10 @@ from quantkit.job.job import Facts, differing
 from quantkit.settings import MeasureSettings, QuantizeSettings
 
 KIND, VERSION = "quantkit result", 1
-SAME_BYTES_WHATEVER = ("model", "out", "job", "restart", "overwrite", "strict", "evaluate", "device", "dtype")
+SAME_BYTES_WHATEVER = (
+    *("model", "out", "job", "restart", "overwrite", "strict", "evaluate", "device", "dtype"),
+    "max_memory",
+)
 """Settings that do not change what is written, or that are among the facts in another form."""
 
 

@@ -102,6 +102,8 @@ def _run(
         folder=folder,
         progress=progress,
         keep=keep,
+        batch_tokens=subject.budget.backward_tokens,
+        logits_at_once=subject.budget.logits_at_once,
     )
     return BackwardPass(found, time.monotonic() - start[0], time.process_time() - start[1])
 

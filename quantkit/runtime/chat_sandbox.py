@@ -27,10 +27,11 @@ GREATEST_NUMBER = 10_000
 """As an argument of a filter or method: widths, counts, precisions."""
 LONGEST_INTEGER_BITS = 4096
 
-FILTERS = tuple(  # noqa: SIM905
-    "abs batch capitalize center count d default dictsort e escape first float format groupby indent int items join last"
-    " length list lower map max min reject rejectattr replace reverse round safe select selectattr slice sort string"
-    " title tojson trim truncate unique upper urlencode wordcount".split()
+FILTERS = (
+    "abs", "batch", "capitalize", "center", "count", "d", "default", "dictsort", "e", "escape", "first", "float",
+    "format", "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min",
+    "reject", "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "slice", "sort",
+    "string", "title", "tojson", "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
 )
 GLOBALS = ("dict", "cycler", "joiner", "namespace")
 WIDE_FORMAT = re.compile(r"\d{5}|\*|[:!][^{}]*\{")
@@ -208,9 +209,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 _TAKE_NUMBERS = ("abs", "float", "int", "string", "default", "d", "list", "min", "max", "sort", "tojson", "length")
 _COPY = frozenset(
-    "capitalize e escape list lower safe string title trim upper urlencode reverse sort unique dictsort items groupby"
-    " swapcase casefold strip lstrip rstrip split rsplit splitlines partition rpartition encode translate format"
-    " removeprefix removesuffix".split()  # noqa: SIM905
+    (
+        "capitalize", "e", "escape", "list", "lower", "safe", "string", "title", "trim", "upper", "urlencode",
+        "reverse", "sort", "unique", "dictsort", "items", "groupby", "swapcase", "casefold", "strip", "lstrip",
+        "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition", "encode", "translate", "format",
+        "removeprefix", "removesuffix",
+    )
 )
 
 

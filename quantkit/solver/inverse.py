@@ -71,13 +71,16 @@ def grouped(hessian: Tensor, groups: Tensor) -> Tensor:
     return inside[torch.argsort(rank[groups[inside]], stable=True)]
 
 
-def factor(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING, *, name: str = "") -> Factor:
+def factor(
+    hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING, *, name: str = "", last: bool = False
+) -> Factor:
     """Factor a symmetric Hessian, float32 or float64 [in, in], in its own dtype; `order` None means
     `descending(hessian)`.
 
     `damping` times the mean of the diagonal is added to it. When the factorisation fails, it is tried again with the
-    multiples of DAMPING_STEPS, and after the last of them the factor has a `fallback`. Raises CalibrationError, with
-    the `name` of the linear, for NaN or infinity.
+    multiples of DAMPING_STEPS, and after the last of them the factor has a `fallback`. With `last` nobody needs the
+    Hessian any more: its memory is given up before that of the factor is taken. Raises CalibrationError, with the
+    `name` of the linear, for NaN or infinity.
     """
     diagonal = hessian.diagonal().double()
     if not bool(torch.isfinite(hessian).all()):
@@ -96,6 +99,8 @@ def factor(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPIN
         flipped = hessian[backwards[:, None], backwards]
         flipped.diagonal().add_(ridge)
         if cholesky(flipped):
+            if last:
+                hessian.resize_(0)
             lower, pivots = _unit_lower(flipped)
             return Factor(order, lower.float(), pivots.float(), ridge, damping * step, dead_inputs)
     most = damping * DAMPING_STEPS[-1]

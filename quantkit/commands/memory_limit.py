@@ -1,0 +1,185 @@
+"""`--max-memory`: the budget that keeps a process below a limit, from the shapes of the model, known before any work.
+
+Smaller batches, one Hessian at a time and states in files take more time; the bytes of the result stay the same. What
+is said here of memory was held to what was seen: docs/results/memory-limit.md.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from quantkit.calibration.gradients import BATCH_TOKENS, LOGITS_AT_ONCE
+from quantkit.calibration.hessian import CHUNK_TOKENS
+from quantkit.calibration.sensitivity import CHUNK_OUTPUTS
+from quantkit.commands.effort import Effort
+from quantkit.commands.memory_budget import DEFAULT, SPILL_BYTES, WALK_TOKENS, Budget
+from quantkit.commands.quantize_job import Subject
+from quantkit.errors import CalibrationError, UsageError
+from quantkit.heap import resident
+from quantkit.models.architecture import LinearSpec, by_stage
+from quantkit.progress import Progress
+from quantkit.settings import QuantizeSettings
+
+SINGLE = 4
+"""Bytes of a float32."""
+MIB = 1 << 20
+WORKING_BYTES = 64 * MIB
+"""Compiled kernels, buffers of libraries, and what is freed but not given back."""
+
+def within_memory(
+    subject: Subject, settings: QuantizeSettings, effort: Effort, hessian_dtype: torch.dtype, progress: Progress
+) -> Subject:
+    """The subject of a quantization, with a budget that keeps to `settings.max_memory`, told to people where it is less
+    than usual. Raises UsageError for what the limit is not held over, CalibrationError as `limited` does."""
+    if settings.max_memory is None:
+        return subject
+    if effort.tunes:
+        raise UsageError("`--max-memory` does not hold for tuning", hint="use `--effort default` with it")
+    if settings.evaluate:
+        raise UsageError("`--max-memory` does not hold for the comparison at the end", hint="add `--no-eval`")
+    weighs = effort.weighs or (settings.format == "exl2" and settings.plan is None and settings.measurement is None)
+    subject = limited(subject, settings.max_memory, weighs=weighs, hessian_bytes=hessian_dtype.itemsize)
+    if subject.budget != DEFAULT:
+        apart = ", linears and their Hessians one by one" if subject.budget.apart else ""
+        progress.say(f"memory: batches of {subject.budget.walk_tokens} tokens{apart}")
+    return subject
+
+
+def limited(subject: Subject, limit: int | None, *, weighs: bool, hessian_bytes: int = SINGLE) -> Subject:
+    """The subject with the roomiest budget that stays below `limit` bytes.
+
+    hessian_bytes  of a number of a Hessian
+    Raises CalibrationError, with the least change that helps, where none does.
+    """
+    if limit is None:
+        return subject
+    before = resident()
+    needs = 0
+    for budget in budgets(subject):
+        needs = before + peak(replace(subject, budget=budget), weighs=weighs, hessian_bytes=hessian_bytes)
+        if needs <= limit:
+            return replace(subject, budget=budget)
+    shorter = subject.rows.shape[1] // 2 if subject.rows.numel() else 0
+    other = f", or shorter rows with `--length {shorter}`" if shorter >= 64 else ""
+    raise CalibrationError(
+        f"`--max-memory {limit // MIB}MiB` is not enough: at least {math.ceil(needs / MIB)} MiB are needed, "
+        f"{before // MIB} MiB of them before any work",
+        hint=f"use `--max-memory {math.ceil(needs / MIB)}MiB`{other}",
+    )
+
+
+def budgets(subject: Subject) -> Iterator[Budget]:
+    """From the one that is taken without a limit to the least."""
+    yield DEFAULT
+    row = max(1, subject.rows.shape[1])
+    for step in range(1, 12):
+        share = 1 << step
+        yield Budget(
+            walk_tokens=max(row, WALK_TOKENS // share),
+            backward_tokens=max(row, BATCH_TOKENS // share),
+            logits_at_once=max(1 << 20, LOGITS_AT_ONCE // share),
+            hessian_bytes=0 if step > 1 else DEFAULT.hessian_bytes,
+            spill_bytes=0 if step > 1 else SPILL_BYTES,
+            apart=step > 1,
+        )
+
+
+def peak(subject: Subject, *, weighs: bool, hessian_bytes: int = SINGLE) -> int:
+    """What the work takes above what the process has, at its worst moment."""
+    blocks = {tuple(_shapes(stages)): stages for stages in _blocks(subject)}
+    moments = [_ends(subject, weighs=weighs)]
+    for stages in blocks.values():
+        moments += _solving(subject, stages, hessian_bytes)
+        if weighs:
+            moments.append(_backward(subject, stages))
+    return max(moments) + WORKING_BYTES
+
+
+def _blocks(subject: Subject) -> Iterator[list[list[LinearSpec]]]:
+    config, architecture = subject.config, subject.architecture
+    for layer in range(config.num_layers):
+        yield by_stage(architecture.block_linears(config, layer))
+
+
+def _shapes(stages: Sequence[Sequence[LinearSpec]]) -> Iterator[tuple[int, int]]:
+    return ((spec.in_features, spec.out_features) for stage in stages for spec in stage)
+
+
+def _weights(stages: Sequence[Sequence[LinearSpec]], subject: Subject) -> int:
+    """Of a block, as it is stored and as it runs."""
+    stored = max(1, subject.stored_bits[stages[0][0].name] // 8 // max(1, _size(stages[0][0])))
+    runs = subject.placement.dtype.itemsize
+    return sum(map(_size, (spec for stage in stages for spec in stage))) * (stored + (runs if runs != stored else 0))
+
+
+def _size(spec: LinearSpec) -> int:
+    return spec.in_features * spec.out_features
+
+
+def _solving(subject: Subject, stages: Sequence[Sequence[LinearSpec]], hessian_bytes: int) -> Iterator[int]:
+    """Gathering the Hessians of a pass, then factoring and solving each of its stages."""
+    budget, block = subject.budget, _weights(stages, subject)
+    width = subject.config.hidden_size
+    widest = max(spec.out_features for stage in stages for spec in stage)
+    tokens = min(max(budget.walk_tokens, subject.rows.shape[1]), max(1, subject.rows.numel()))
+    activations = tokens * (6 * SINGLE * width + 4 * subject.placement.dtype.itemsize * widest)
+    if not subject.rows.numel():
+        yield block + 5 * SINGLE * max(_size(spec) for stage in stages for spec in stage)
+        return
+    for part in _passes(stages, budget.hessian_bytes, hessian_bytes):
+        held = sum(_hessian(stage, hessian_bytes) for stage in part)
+        yield block + activations + held
+        for stage in part:
+            rest, features = held - _hessian(stage, hessian_bytes), stage[0].in_features
+            square = features * features
+            yield block + rest + 3 * square * hessian_bytes
+            sizes = [_size(spec) for spec in stage]
+            side_by_side = max(sizes) if budget.apart else sum(sizes)
+            outputs = SINGLE * CHUNK_OUTPUTS * (max if budget.apart else sum)(spec.out_features for spec in stage)
+            yield block + rest + square * SINGLE + 5 * SINGLE * side_by_side + 2 * outputs
+            held = rest
+
+
+def _passes(
+    stages: Sequence[Sequence[LinearSpec]], limit: int, hessian_bytes: int
+) -> Iterator[list[Sequence[LinearSpec]]]:
+    part: list[Sequence[LinearSpec]] = []
+    held = 0
+    for stage in stages:
+        size = _hessian(stage, hessian_bytes)
+        if part and held + size > limit:
+            yield part
+            part, held = [], 0
+        part.append(stage)
+        held += size
+    yield part
+
+
+def _hessian(stage: Sequence[LinearSpec], hessian_bytes: int) -> int:
+    features = stage[0].in_features
+    return features * (features + CHUNK_TOKENS) * hessian_bytes
+
+
+def _backward(subject: Subject, stages: Sequence[Sequence[LinearSpec]]) -> int:
+    """A block with all that autograd keeps of a batch, its gradients, and the covariances of its outputs."""
+    budget = subject.budget
+    tokens = min(max(budget.backward_tokens, subject.rows.shape[1]), max(1, subject.rows.numel()))
+    each = 20 * SINGLE * subject.config.hidden_size
+    for stage in stages[:16]:  # of a mixture, a token runs through a few experts
+        each += 2 * SINGLE * stage[0].in_features + (SINGLE + 2 * 2) * sum(spec.out_features for spec in stage)
+    covariances = SINGLE * CHUNK_OUTPUTS * sum(spec.out_features for stage in stages for spec in stage)
+    return _weights(stages, subject) + tokens * each + covariances * 3 // 2 + _states(subject)
+
+
+def _ends(subject: Subject, *, weighs: bool) -> int:
+    """Embedding and head, and the logits that gradients begin with."""
+    table = subject.config.vocab_size * subject.config.hidden_size
+    itemsize = max(subject.placement.dtype.itemsize, torch.bfloat16.itemsize)
+    logits = 16 * min(subject.budget.logits_at_once, subject.backward_rows.numel() * subject.config.vocab_size)
+    return 2 * table * itemsize + (logits + _states(subject) if weighs else 0)
+
+
+def _states(subject: Subject) -> int:
+    return 0 if subject.backward_spilled_bytes else subject.backward_bytes

@@ -1,0 +1,78 @@
+"""`--max-memory`: less is held at once, and the result stays the same, byte for byte."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+
+from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands import memory_limit
+from quantkit.commands.measure import run as measure
+from quantkit.commands.memory_budget import DEFAULT, Budget
+from quantkit.commands.memory_limit import budgets, limited, peak
+from quantkit.commands.quantize import run
+from quantkit.commands.quantize_job import choose_placement, open_subject
+from quantkit.errors import CalibrationError, UsageError
+from quantkit.progress import Silent
+from quantkit.settings import MeasureSettings, QuantizeSettings
+
+TEXT = {"samples": 6, "length": 32}
+LEAST = Budget(walk_tokens=32, backward_tokens=32, logits_at_once=320, hessian_bytes=0, spill_bytes=0, apart=True)
+
+
+@pytest.fixture(params=["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def model(request, tmp_path: Path) -> Path:
+    return tiny.write_model(tmp_path / "model", request.param, dtype="bfloat16")
+
+
+@pytest.fixture
+def least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the limit, the least is held."""
+    monkeypatch.setattr(memory_limit, "budgets", lambda subject: iter([LEAST]))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("options", [{"group_size": 32}, {"format": "exl2", "bpw": 5.0}, {"group_size": 32, "act_order": True}])
+def test_the_same_bytes_in_less_memory(model: Path, options: dict, tmp_path: Path, least: None) -> None:
+    run(QuantizeSettings(str(model), tmp_path / "usual", evaluate=False, **TEXT, **options), Silent())
+    limit = {"max_memory": 1 << 40, "evaluate": False}
+    run(QuantizeSettings(str(model), tmp_path / "less", **limit, **TEXT, **options), Silent())
+    assert contents(tmp_path / "less") == contents(tmp_path / "usual")
+
+
+def test_a_measurement_is_the_same_too(model: Path, tmp_path: Path, least: None) -> None:
+    measure(MeasureSettings(str(model), tmp_path / "usual.json", **TEXT), Silent())
+    measure(MeasureSettings(str(model), tmp_path / "less.json", max_memory=1 << 40, **TEXT), Silent())
+    assert (tmp_path / "less.json").read_bytes() == (tmp_path / "usual.json").read_bytes()
+
+
+def test_the_roomiest_budget_that_fits_is_taken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = QuantizeSettings(str(model), model, samples=128, length=512)
+    subject = open_subject(open_checkpoint(model), settings, choose_placement("cpu", "fp32"))
+    monkeypatch.setattr(memory_limit, "resident", lambda: 1000)
+    needs = {budget: 1000 + peak(limited_to(subject, budget), weighs=True) for budget in budgets(subject)}
+    assert list(needs.values()) == sorted(needs.values(), reverse=True) and next(iter(needs)) == DEFAULT
+    assert limited(subject, None, weighs=True) is subject
+    for limit in (max(needs.values()), min(needs.values())):
+        chosen = limited(subject, limit, weighs=True).budget
+        assert chosen == next(budget for budget, need in needs.items() if need <= limit)
+    with pytest.raises(CalibrationError, match="is not enough: at least") as caught:
+        limited(subject, min(needs.values()) - 1, weighs=True)
+    assert "--max-memory" in caught.value.hint and "--length 256" in caught.value.hint
+
+
+def limited_to(subject, budget):
+    from dataclasses import replace
+
+    return replace(subject, budget=budget)
+
+
+def test_what_it_is_not_held_over_is_refused(model: Path, tmp_path: Path) -> None:
+    for options, word in (({}, "--no-eval"), ({"evaluate": False, "effort": "best"}, "--effort default")):
+        with pytest.raises(UsageError) as caught:
+            run(QuantizeSettings(str(model), tmp_path / "out", max_memory=1 << 40, group_size=32, **TEXT, **options), Silent())
+        assert word in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
