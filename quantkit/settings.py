@@ -158,6 +158,8 @@ class CompareSettings:
     dtype: str = "auto"
     save_reference: Path | None = None
     gate: str | None = None
+    kv: str | None = None
+    kv_resident: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,7 @@ class GenerateSettings:
     token_budget: int = 512
     optimistic: bool = False
     share_prefixes: bool = True
+    cache_fraction: float = 0.9
     latency_ms: float | None = None
     ignore_eos: bool = False
     device: str = "auto"

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.errors import UsageError
 from quantkit.settings import (
     CompareSettings,
     DegenerationSettings,
@@ -106,6 +107,13 @@ def compare(
         typer.Option("--save-reference", help="Keep what REFERENCE predicts in a file that can stand for it."),
     ] = None,
     gate: Gate = None,
+    kv: Annotated[
+        str | None,
+        typer.Option("--kv", help="Read CANDIDATE through caches of these formats, as int8,q4_0; or REFERENCE alone."),
+    ] = None,
+    kv_resident: Annotated[
+        int, typer.Option("--kv-resident", help="Positions that stay on the device, the rest is streamed.", min=0)
+    ] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -113,16 +121,22 @@ def compare(
     """KL divergence of CANDIDATE from REFERENCE over a text, how often both choose the same, both perplexities, and the
     tokens where they differ most."""
     texts = TextSettings(dataset, text, length, windows, bos)
-    settings = CompareSettings(reference, candidate, texts, device, dtype, save_reference, gate)
+    formats = [part.strip() for part in kv.split(",")] if kv else [None]
+    if len(formats) > 1 and save_reference is not None:
+        raise UsageError("`--save-reference` goes with one cache format at a time", hint=f"--kv {formats[0]}")
     from quantkit import console
     from quantkit.commands.evaluate import compare as run
 
-    report = run(settings, console.Bars())
+    found = []
+    for form in formats:
+        settings = CompareSettings(reference, candidate, texts, device, dtype, save_reference, gate, form, kv_resident)
+        found.append(run(settings, console.Bars()))
+        if not as_json:
+            console.print_table(found[-1].title, ["", ""], found[-1].rows())
     if as_json:
-        console.print_json(report.as_json())
-    else:
-        console.print_table(f"{candidate} against {reference}" if candidate else reference, ["", ""], report.rows())
-    return report.exit_code
+        reports = [one.as_json() for one in found]
+        console.print_json(reports[0] if len(reports) == 1 else {"candidates": reports})
+    return max(one.exit_code for one in found)
 
 
 @evaluate.command()

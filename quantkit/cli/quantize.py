@@ -156,6 +156,8 @@ def quantize(
     """Quantize MODEL to GPTQ or EXL2 against calibration text, read the result back and measure the damage."""
     rates = _rates(bpw)
     conditions = Gate.parse(gate, DAMAGE_FIGURES)
+    if report_folder is not None and (dry_run or len(rates) > 1):
+        raise UsageError("`--report` is on one result, which is not made here", hint="use `quantkit eval report`")
     if gate and (no_eval or dry_run or len(rates) > 1):
         raise UsageError("`--gate` judges the damage of one result, which is not measured here", hint="leave it out")
     settings = QuantizeSettings(

@@ -20,6 +20,8 @@ from quantkit.commands.evaluate_report import (
 from quantkit.commands.evaluate_text import ReadText, bos_notes, require_known, tokenizer_notes
 from quantkit.commands.gate import Gate
 from quantkit.errors import RequestError, UsageError
+from quantkit.evaluators.cached import CachedModel
+from quantkit.evaluators.conversation import CacheChoice
 from quantkit.evaluators.divergence import compare as measure_divergence
 from quantkit.evaluators.perplexity import score
 from quantkit.evaluators.saved_reference import (
@@ -29,6 +31,7 @@ from quantkit.evaluators.saved_reference import (
     require_vocabulary,
 )
 from quantkit.evaluators.saved_reference import record as record_reference
+from quantkit.models.transformer import Model
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
@@ -116,6 +119,9 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport | Sa
     """
     gate = Gate.parse(settings.gate, COMPARE_FIGURES)
     placement = Placement.choose(settings.device, settings.dtype)
+    cache = _cache(settings)
+    if settings.candidate is None and cache is not None:  # what the cache alone does to the reference
+        settings = replace(settings, candidate=settings.reference)
     if settings.candidate is None:
         return _save(settings, placement, progress)
     if Path(settings.reference).is_file():
@@ -129,6 +135,7 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport | Sa
     notes = checkpoints[0].notes + checkpoints[1].notes
     notes += tokenizer_notes(checkpoints[1], tokenizer, text.text, text.ids)
     reference, candidate = (load_model(checkpoint, placement.device, placement.dtype) for checkpoint in checkpoints)
+    candidate, name = _through(candidate, cache, settings.candidate)
     saved = None
     if settings.save_reference is None:
         found = measure_divergence(reference, candidate, text.windows, progress, first=text.first)
@@ -142,7 +149,7 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport | Sa
     scored = text.scored(settings.text, placement)
     return CompareReport(
         settings.reference,
-        settings.candidate,
+        name,
         found,
         scored,
         worst_in_words(found.worst, tokenizer),
@@ -150,6 +157,20 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport | Sa
         gate,
         saved,
     )
+
+
+def _cache(settings: CompareSettings) -> CacheChoice | None:
+    """The cache that the candidate is read through; None for none."""
+    if settings.kv is None and not settings.kv_resident:
+        return None
+    return CacheChoice(settings.kv, settings.kv_resident)
+
+
+def _through(candidate: Model, cache: CacheChoice | None, name: str) -> tuple[Model, str]:
+    """The candidate behind the cache that was asked for, and its name with that."""
+    if cache is None:
+        return candidate, name
+    return CachedModel.of(candidate, cache), f"{name}, cache {cache.label(candidate)}"
 
 
 def _save(settings: CompareSettings, placement: Placement, progress: Progress) -> SavedReport:
@@ -201,6 +222,7 @@ def _compare_saved(
     if about["tokenizer"] != digest_of_tokenizer(checkpoint):
         notes.append("its `tokenizer.json` is not that of the reference: the reference's tokens are used")
     candidate = load_model(checkpoint, placement.device, placement.dtype)
+    candidate, name = _through(candidate, _cache(settings), name)
     found = compare_saved(saved, candidate, progress)
     bos = about["bos"] == "yes"
     scored = Scored(about["text"], int(about["text_tokens"]), saved.windows.shape[1] - bos, bos, placement)

@@ -254,6 +254,10 @@ class SavedReport:
         }
 
     @property
+    def title(self) -> str:
+        return self.reference
+
+    @property
     def exit_code(self) -> int:
         return 0
 
@@ -270,6 +274,10 @@ class CompareReport:
     notes: tuple[str, ...] = ()
     gate: Gate = NO_GATE
     saved: SavedCheck | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.candidate} against {self.reference}"
 
     @property
     def exit_code(self) -> int:

@@ -234,3 +234,16 @@ def test_tasks_that_cannot_be_asked_are_refused(arguments, code, message, folder
     assert cli.run(["eval", "tasks", folder, *arguments, "--json"]) == code
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(f"error: {message}")
+
+
+def test_cache_formats_are_candidates_too(folder, text, tmp_path, capsys):
+    windows = ["--text", text, "--length", "32"]
+    assert cli.run(["eval", "compare", folder, *windows, "--kv", "fp16,q4_0", "--json"]) == 0
+    fine, coarse = json.loads(capsys.readouterr().out)["candidates"]
+    assert fine["candidate"].endswith("cache fp16") and 0 <= fine["kl_mean"] < coarse["kl_mean"]
+    assert cli.run(["eval", "compare", folder, folder, *windows, "--kv", "q4_0", "--gate", "kl_mean<1e-9"]) == 3
+    assert "cache q4_0" in capsys.readouterr().out
+    assert cli.run(["eval", "compare", folder, *windows, "--kv", "int3"]) == 2
+    assert "there is no cache format `int3`" in capsys.readouterr().err
+    assert cli.run(["eval", "compare", folder, *windows, "--kv", "fp16", "--kv-resident", "256"]) == 16
+    assert "stay resident" in capsys.readouterr().err

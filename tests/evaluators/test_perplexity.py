@@ -138,3 +138,15 @@ def test_a_model_that_makes_nan_has_no_perplexity(tmp_path):
 
 def test_perplexity_beyond_a_float_is_infinite():
     assert Perplexity.of(torch.full((1, 2), 1e4, dtype=torch.float64)).perplexity == math.inf
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_windows_score_as_with_transformers(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    path = tiny.write_model(tmp_path / "model", family)
+    windows = windows_of(2, 40)
+    peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = [float(peer(window[None], labels=window[None]).loss) for window in windows]
+    assert score(load(path), windows).window_nll == pytest.approx(expected, abs=1e-4)
