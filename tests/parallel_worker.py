@@ -1,5 +1,5 @@
-"""One of several processes that run models together: `python parallel_worker.py OUT FOLDER…`, with the variables of
-`torchrun` in its environment. Leaves what it saw in `OUT/RANK.pt`; tests/runtime/test_parallel.py reads it."""
+"""One of several processes that run models together: `python parallel_worker.py OUT PROMPTS FOLDER…`, with the variables
+of `torchrun` in its environment. Leaves what it saw in `OUT/RANK.pt`; tests/runtime/test_parallel.py reads it."""
 
 import os
 import sys
@@ -32,7 +32,18 @@ def see(model: quantkit.load) -> dict[str, object]:
     }
 
 
-def main(out: Path, folders: list[str]) -> None:
+def answers(folder: str, prompts: Path) -> dict[str, object]:
+    """Token ids of a sampled answer with guesses, and of a queue of requests in one batch."""
+    alone = quantkit.generate(folder, "the thing of an", max_new_tokens=24, temperature=0.8, draft="ngram", ignore_eos=True)
+    queue = quantkit.generate(folder, prompts_file=prompts, max_new_tokens=12, ignore_eos=True, token_budget=24)
+    return {
+        "ids": alone.completion.token_ids,
+        "queue": {name: served.completion.token_ids for name, served in queue.answers},
+        "processes": (alone.processes, queue.as_json()["processes"]),
+    }
+
+
+def main(out: Path, prompts: Path, folders: list[str]) -> None:
     torch.set_num_threads(1)
     read = [0]
     original = os.preadv
@@ -49,9 +60,9 @@ def main(out: Path, folders: list[str]) -> None:
         read[0] = 0
         model = quantkit.load(folder, ranks=ranks)
         seen[folder] = {**see(model), "read": read[0]}
+    seen["answers"] = answers(folders[0], prompts)
     torch.save(seen, out / f"{ranks.rank}.pt")
-    ranks.leave()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -128,7 +128,10 @@ def generate(
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
 ) -> None:
-    """Continue a prompt with MODEL, or a file of them; the text appears as it is made."""
+    """Continue a prompt with MODEL, or a file of them; the text appears as it is made.
+
+    Under `torchrun` several processes share the model, and the first one speaks.
+    """
     settings = GenerateSettings(
         model=model,
         prompt=prompt,
@@ -170,6 +173,12 @@ def generate(
     from quantkit import console
     from quantkit.commands import generate_queue
     from quantkit.commands.generate import run
+    from quantkit.progress import Silent
+    from quantkit.runtime.ranks import is_first
+
+    if not is_first():
+        run(settings, Silent())
+        return
 
     def show(text: str) -> bool:
         console.print_text(text, end="")

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.commands import generate_queue
 from quantkit.commands.generate_queue import QueueReport
-from quantkit.commands.generate_setup import Setup, cache_rows, prompt_ids
+from quantkit.commands.generate_setup import Setup, cache_rows, prompt_ids, ran_on
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.request import Completion, Delta, Tally
@@ -27,6 +27,7 @@ class GenerateReport:
     completion: Completion
     load_seconds: float
     placement: Placement
+    processes: int = 1
 
     def rows(self) -> list[list[str]]:
         """Name and figure, for the console."""
@@ -39,7 +40,7 @@ class GenerateReport:
             *_drafted(done.tally),
             *cache_rows(done.cache),
             ["loaded in", f"{self.load_seconds:.1f} s"],
-            ["ran on", f"{self.placement.device}, {self.placement.dtype_name}, backend {self.placement.backend}"],
+            ran_on(self.placement, self.processes),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -60,6 +61,7 @@ class GenerateReport:
             "dtype": self.placement.dtype_name,
             "device": self.placement.device,
             "backend": self.placement.backend,
+            "processes": self.processes,
         }
 
 
@@ -108,7 +110,7 @@ def run(
     if not setup.tokenizer.eos_ids and not settings.ignore_eos:
         folder = setup.checkpoint.path
         progress.say(f"`{folder}` names no end-of-text token: generating all {settings.max_new_tokens} tokens")
-    return GenerateReport(settings.model, generator.run(request), load_seconds, setup.placement)
+    return GenerateReport(settings.model, generator.run(request), load_seconds, setup.placement, setup.ranks.size)
 
 
 def _drafted(tally: Tally | None) -> list[list[str]]:

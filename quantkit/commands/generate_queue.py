@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quantkit.checkpoint.adapter import open_weighted
-from quantkit.commands.generate_setup import Setup, cache_rows, read_text
+from quantkit.commands.generate_setup import Setup, cache_rows, ran_on, read_text
 from quantkit.errors import QuantkitError, RequestError, UsageError
 from quantkit.progress import Progress
 from quantkit.runtime.capacity import CachePlan
@@ -57,6 +57,7 @@ class QueueReport:
     preemptions: int
     placement: Placement
     cache: CacheUse
+    processes: int = 1
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,7 +81,7 @@ class QueueReport:
             ["passes", f"{self.passes}, {self.preemptions} requests read again"],
             *cache_rows(self.cache),
             ["loaded in", f"{self.load_seconds:.1f} s"],
-            ["ran on", f"{self.placement.device}, {self.placement.dtype_name}, backend {self.placement.backend}"],
+            ran_on(self.placement, self.processes),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -99,6 +100,7 @@ class QueueReport:
             "dtype": self.placement.dtype_name,
             "device": self.placement.device,
             "backend": self.placement.backend,
+            "processes": self.processes,
         }
 
 
@@ -162,7 +164,8 @@ def run(
     seconds = time.perf_counter() - start
     answers = tuple((names[number], scheduler.served[number]) for number in sorted(names))
     counts = (scheduler.passes, scheduler.preemptions)
-    return QueueReport(settings.model, answers, seconds, load_seconds, *counts, setup.placement, pool.use)
+    where = (setup.placement, pool.use, setup.ranks.size)
+    return QueueReport(settings.model, answers, seconds, load_seconds, *counts, *where)
 
 
 def _positions(plan: CachePlan, requests: list[Request], batch: int) -> int:

@@ -14,7 +14,9 @@ from quantkit.runtime.drafts import Draft, ModelDraft, NgramDraft, require_same_
 from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load_model
 from quantkit.runtime.page_pool import CacheUse
+from quantkit.runtime.parallel import ParallelPlan
 from quantkit.runtime.placement import Placement
+from quantkit.runtime.ranks import Ranks
 from quantkit.runtime.request import Callback, Request, check
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.tokenizer import Tokenizer
@@ -33,13 +35,20 @@ class Setup:
     placement: Placement
     adapters: tuple[tuple[Adapter, float], ...]
     draft: Checkpoint | None
+    ranks: Ranks
 
     @classmethod
     def open(cls, settings: GenerateSettings) -> "Setup":
-        """Raises UsageError for settings, CheckpointError for files, RequestError for a draft of other words."""
+        """Joins the other processes that `torchrun` started, if any.
+
+        Raises UsageError for settings, CheckpointError for files, RequestError for a draft of other words.
+        """
         sampling_of(settings)
+        ranks = Ranks.join(settings.device)
         placement = Placement.choose(settings.device, settings.dtype)
         checkpoint = open_checkpoint(settings.model)
+        if ranks.size > 1:
+            _check_shares(settings, checkpoint, ranks)
         cache_format(settings.kv, checkpoint.model_config.head_dim, placement.dtype)
         tokenizer = Tokenizer.open(checkpoint.path)
         adapters = tuple(open_weighted(text, ":", "--lora") for text in settings.loras)
@@ -51,7 +60,7 @@ class Setup:
         if settings.draft is not None and settings.draft != NGRAM:
             draft = open_checkpoint(settings.draft)
             require_same_vocabulary(tokenizer, Tokenizer.open(draft.path))
-        return cls(settings, checkpoint, tokenizer, placement, adapters, draft)
+        return cls(settings, checkpoint, tokenizer, placement, adapters, draft, ranks)
 
     def request(self, ids: list[int], callbacks: tuple[Callback, ...] = ()) -> Request:
         """The request that the settings describe. Raises RequestError and CheckpointError for one that cannot be."""
@@ -69,6 +78,11 @@ class Setup:
             callbacks=callbacks,
             adapters=AdapterSet() if settings.merge_lora else AdapterSet.of(self.adapters),
         )
+        if request.adapters.parts and self.ranks.size > 1:
+            raise UsageError(
+                f"adapters cannot be applied on the fly to a model shared by {self.ranks.size} processes",
+                hint="merge them into a dense model with `--merge-lora`",
+            )
         checkpoint = self.checkpoint
         check(request, checkpoint.model_config, self.plan, self.draft_tokens)
         request.adapters.check(checkpoint.model_config, checkpoint.architecture, checkpoint.path)
@@ -88,9 +102,9 @@ class Setup:
         return 0 if self.settings.draft is None else self.settings.draft_tokens
 
     def load(self) -> Generator:
-        """Reads the weights, those of the draft too."""
+        """Reads the weights, those of the draft too, which every process holds whole."""
         merged = self.adapters if self.settings.merge_lora else ()
-        model = load_model(self.checkpoint, self.placement.device, self.placement.dtype, merged)
+        model = load_model(self.checkpoint, self.placement.device, self.placement.dtype, merged, self.ranks)
         return Generator(model, self.tokenizer, self.plan, self._load_draft())
 
     def _load_draft(self) -> Draft | None:
@@ -100,6 +114,16 @@ class Setup:
             return NgramDraft(self.settings.draft_tokens)
         model = load_model(self.draft, self.placement.device, self.placement.dtype)
         return ModelDraft(model, self.settings.draft_tokens)
+
+
+def _check_shares(settings: GenerateSettings, checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Raises UsageError for what several processes cannot do together: all of them have to take the same steps."""
+    ParallelPlan.make(checkpoint.model_config, ranks.size, checkpoint.quantization is not None)
+    if settings.latency_ms is not None:
+        raise UsageError(
+            f"`--latency-ms` goes by the clock, which is not the same for {ranks.size} processes",
+            hint="use a smaller `--token-budget`",
+        )
 
 
 def sampling_of(settings: GenerateSettings) -> Sampling:
@@ -124,6 +148,14 @@ def cache_rows(use: CacheUse | None) -> list[list[str]]:
     if use.host_bytes:
         told += f" on the device, {use.host_bytes:,} in host memory, {use.pages_streamed:,} pages streamed from there"
     return [["cache", told]]
+
+
+def ran_on(placement: Placement, processes: int) -> list[str]:
+    """Where and how it was computed, for the console."""
+    told = f"{placement.device}, {placement.dtype_name}, backend {placement.backend}"
+    if processes > 1:
+        told += f", {processes} processes, each with its part of weights and cache"
+    return ["ran on", told]
 
 
 def prompt_ids(settings: GenerateSettings, tokenizer: Tokenizer) -> list[int]:

@@ -8,6 +8,7 @@ All processes are equal here. A choice by topology (NVLink in a machine, a netwo
 `join`, which is where the group of processes comes from.
 """
 
+import atexit
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,12 +41,8 @@ class Ranks:
             if on_gpu:
                 _take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
             dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+            atexit.register(_end)
         return cls(dist.get_rank(), dist.get_world_size())
-
-    def leave(self) -> None:
-        """Ends the group, where there is one."""
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
 
     def sum(self, part: Tensor) -> Tensor:
         """float32: the sum of the parts of all processes, of one shape."""
@@ -61,10 +58,23 @@ class Ranks:
         dist.all_gather(parts, own)
         return torch.cat([found[:, :width] for found, width in zip(parts, widths, strict=True)], dim=1)
 
+    def least(self, number: int) -> int:
+        """The smallest that any of them has: what all have to agree on and each finds out for itself."""
+        if self.size == 1:
+            return number
+        lowest = torch.tensor([number])
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        return int(lowest)
+
 
 def is_first() -> bool:
-    """Whether this process speaks for all of them."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process speaks for all that `torchrun` started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("RANK", "0") == "0"
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _take_gpu(local: int) -> None:

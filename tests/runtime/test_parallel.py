@@ -1,9 +1,11 @@
 """Models shared out to several processes: the plan in numbers, and 2 and 3 real processes against one."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import parallel_worker
@@ -11,14 +13,19 @@ import pytest
 import tiny
 import tiny_exl2
 import tiny_gptq
+import tiny_lora
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quantkit
+from quantkit.checkpoint.adapter import open_adapter
+from quantkit.checkpoint.merged import merge
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.errors import UsageError
+from quantkit.errors import CheckpointError, UsageError
 from quantkit.runtime.parallel import ParallelPlan, apportion
+from quantkit.runtime.ranks import Ranks
+from quantkit.runtime.share_source import ShareSource, load_share
 
 WORKER = Path(parallel_worker.__file__)
 SHAPE = {
@@ -125,13 +132,21 @@ def alone(folders) -> dict[str, dict]:
     return {name: parallel_worker.see(quantkit.load(folder)) for name, folder in folders.items()}
 
 
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"prompt": "the thing", "id": "a"}, {"prompt": "of an and in " * 5, "temperature": 1.0, "seed": 3, "id": "b"}]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    return file
+
+
 @pytest.fixture(scope="module", params=[2, 3])
-def together(request, folders, tmp_path_factory) -> list[dict[str, dict]]:
+def together(request, folders, prompts, tmp_path_factory) -> list[dict[str, dict]]:
     """What each process saw, by the name of the model."""
     out = tmp_path_factory.mktemp("seen")
-    run_together(request.param, [str(WORKER), str(out), *(str(folder) for folder in folders.values())])
+    run_together(request.param, [str(WORKER), str(out), str(prompts), *(str(folder) for folder in folders.values())])
     seen = [torch.load(out / f"{rank}.pt") for rank in range(request.param)]
-    return [{name: one[str(folder)] for name, folder in folders.items()} for one in seen]
+    return [{**one, **{name: one[str(folder)] for name, folder in folders.items()}} for one in seen]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,6 +155,13 @@ def test_logits_are_those_of_one_process(name, alone, together) -> None:
     for own in together:
         for way in ("logits", "cached"):
             assert float((own[name][way] - expected).abs().max() / expected.std()) < 1e-5
+
+
+def test_answers_are_those_of_one_process(folders, prompts, together) -> None:
+    expected = parallel_worker.answers(str(next(iter(folders.values()))), prompts)
+    for own in together:
+        assert own["answers"] == {**expected, "processes": (len(together), len(together))}
+        assert len(own["answers"]["ids"]) == 24 and len(own["answers"]["queue"]) == 2
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -218,3 +240,27 @@ def test_every_width_of_codes_is_shared_out_alike(runs, size) -> None:
     for run, row in zip(runs, rows, strict=True):
         for share, units in zip(shares, row, strict=True):
             assert units >= 0 and abs(units - run * share / total) < 2
+
+
+def test_merged_adapters_are_shared_out_like_any_weight(tmp_path) -> None:
+    """Parts of all processes put together, without any of them running."""
+    checkpoint = open_checkpoint(tiny.write_model(tmp_path / "model"))
+    names = [f"model.layers.1.{name}" for name in ("self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")]
+    tiny_lora.write_adapter(tmp_path / "adapter", {name: (*checkpoint.tensor(f"{name}.weight").shape, 8) for name in names})
+    merged = merge(checkpoint, [(open_adapter(tmp_path / "adapter"), 1.0)])
+    config, architecture = checkpoint.model_config, checkpoint.architecture
+    plan = ParallelPlan.make(config, 2, quantized=False)
+    models = [load_share(merged, architecture, plan, Ranks(rank, 2), torch.float32) for rank in range(2)]
+    for name, side in zip(names, (1, 1, 0), strict=True):
+        parts = [model.linears[name].stored.dequantize() for model in models]
+        assert torch.equal(torch.cat(parts, side), merged.linear(name).dequantize())
+        assert not torch.equal(merged.linear(name).dequantize(), checkpoint.linear(name).dequantize())
+
+
+def test_a_weight_of_another_shape_than_the_config_is_refused_not_cut(tmp_path) -> None:
+    path = tiny_gptq.write_model(tmp_path / "model")
+    checkpoint = open_checkpoint(path)
+    config = replace(checkpoint.model_config, intermediate_size=64)
+    source = ShareSource(checkpoint, checkpoint.architecture, ParallelPlan(config, 2, 32), Ranks(0, 2), torch.float32)
+    with pytest.raises(CheckpointError, match=r"has shape \[64, 128\], its config.json asks for \[64, 64\]"):
+        source.linear("model.layers.0.mlp.gate_proj")
