@@ -41,6 +41,7 @@ class ReadyStage:
     tokens    calibration tokens that it is made of
     fallback  what the Hessian is, if not their own, in words
     routed    calibration tokens that the router sent to this expert; None where there is no router
+    judge     [in, in]: the Hessian weighted by gradients alone, where it was asked for and there are any
     """
 
     names: tuple[str, ...]
@@ -48,6 +49,7 @@ class ReadyStage:
     tokens: int
     fallback: str | None = None
     routed: int | None = None
+    judge: Tensor | None = None
 
 
 def ready_head(
@@ -75,6 +77,7 @@ def ready_stages(
     *,
     dtype: torch.dtype = torch.float32,
     route_all: bool = False,
+    judged: bool = False,
     hessian_bytes: int = HESSIAN_BYTES,
 ) -> Iterator[ReadyStage]:
     """The stages of `block`, only linears among `names` in them, each with the factor of its Hessian. Linears that need
@@ -83,6 +86,7 @@ def ready_stages(
     groups     the rows of a linear that are to be solved together, int64 [in]: the group of each
     dtype      of the Hessians
     route_all  every expert's Hessian is made of all tokens of the block, however many the router sends to it
+    judged     each stage comes with the Hessian to judge it by, too
     hessian_bytes  of Hessians gathered in one pass; at least one is
     """
     linears = block.linears
@@ -90,8 +94,8 @@ def ready_stages(
     all_tokens: dict[Stage, int] = {}
     stages = chosen_stages(block, names)
     gathered = {stage.name for stage in stages if not (route_all and stage.name in experts)}
-    for part in _passes(stages, gathered, linears, dtype, hessian_bytes):
-        observed = _observe(block, part, gathered, stream, rotary, sensitivity, dtype)
+    for part in _passes(stages, gathered, linears, dtype, hessian_bytes, copies=1 + judged):
+        observed = _observe(block, part, gathered, stream, rotary, sensitivity, dtype, judged)
         for stage in part:
             seen, features = observed.pop(stage.name), linears[stage.linears[0]].in_features
             routed = seen.tokens if stage.name in experts else None
@@ -104,7 +108,7 @@ def ready_stages(
             unknown = sensitivity is not None and stage.name not in sensitivity.stages and seen.hessian is not None
             reason = UNKNOWN if unknown else None
             for own, found in _factored(seen.hessian, stage, linears, groups or {}):
-                yield ReadyStage(own, found, seen.tokens, reason, routed)
+                yield ReadyStage(own, found, seen.tokens, reason, routed, seen.judge)
     for stage, seen in _reached(block, list(all_tokens), stream, rotary, dtype, hessian_bytes):
         routed = all_tokens[stage]
         reason = None if route_all else _few(routed, "solved with all tokens of its block")
@@ -120,10 +124,11 @@ def chosen_stages(block: Block, names: Container[str]) -> list[Stage]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """What one stage was given: the tokens, and their Hessian where one was gathered and there was any token."""
+    """What one stage was given: the tokens, and their Hessians where they were gathered and there was any token."""
 
     tokens: int
-    hessian: Tensor | None
+    hessian: Tensor | None = None
+    judge: Tensor | None = None
 
 
 def _few(routed: int, instead: str) -> str:
@@ -194,13 +199,14 @@ def _passes(
     linears: Mapping[str, Linear],
     dtype: torch.dtype,
     hessian_bytes: int,
+    copies: int = 1,
 ) -> Iterator[list[Stage]]:
     """Stages whose Hessians, where they are to be gathered, fit into memory together."""
     part: list[Stage] = []
     held = 0
     for stage in stages:
         features = linears[stage.linears[0]].in_features
-        size = dtype.itemsize * features * (features + CHUNK_TOKENS) * (stage.name in gathered)
+        size = copies * dtype.itemsize * features * (features + CHUNK_TOKENS) * (stage.name in gathered)
         if part and held + size > hessian_bytes:
             yield part
             part, held = [], 0
@@ -218,39 +224,62 @@ def _observe(
     rotary: Rotary,
     sensitivity: Sensitivity | None,
     dtype: torch.dtype,
+    judged: bool = False,
 ) -> dict[str, _Seen]:
     """One pass over the calibration text: what each of the stages was given, with Hessians of those in `gathered`."""
-    linears = block.linears
-    hessians: dict[str, Hessian] = {}
-    counts: dict[str, Tensor | None] = {}
+    gathering: dict[str, list[_Gathering]] = {}
     for stage in stages:
         if stage.name not in gathered:
             continue
-        first = linears[stage.linears[0]]
-        counts[stage.name] = None if sensitivity is None else sensitivity.counts(stage.name, stream.tokens)
-        share = TOKEN_SHARE if counts[stage.name] is None else 0.0
-        hessians[stage.name] = Hessian(
-            first.in_features, first.name, token_share=share, device=first.device, dtype=dtype
-        )
+        first = block.linears[stage.linears[0]]
+        weights = [None if sensitivity is None else sensitivity.counts(stage.name, stream.tokens)]
+        if judged and sensitivity is not None and weights[0] is not None:
+            weights.append(sensitivity.counts(stage.name, stream.tokens, share=1.0))
+        gathering[stage.name] = [_Gathering.of(first, counts, dtype) for counts in weights]
     tokens: Counter[str] = Counter()
 
     def observe(start: int, seen: Activations) -> None:
         name = seen.stage.name
         tokens[name] += len(seen.inputs)
-        if name in hessians:
-            known = counts[name]
-            if known is not None:
-                known = known[start : start + len(seen.inputs)] if seen.tokens is None else known[start + seen.tokens]
-            hessians[name].add(seen.inputs, known)
+        for one in gathering.get(name, ()):
+            one.add(seen, start)
 
     start = 0
     for hidden in stream.batches():
         block.forward(hidden, rotary, observe=partial(observe, start))
         start += hidden.shape[0] * hidden.shape[1]
     return {
-        stage.name: _Seen(
-            tokens[stage.name],
-            hessians[stage.name].finish() if stage.name in hessians and tokens[stage.name] else None,
-        )
+        stage.name: _Seen(tokens[stage.name], *(one.finish() for one in gathering.pop(stage.name, ())))
         for stage in stages
     }
+
+
+@dataclass(slots=True, eq=False)
+class _Gathering:
+    """One Hessian on its way. `counts`: how often each token of the text is in it, or None where its norm says that."""
+
+    hessian: Hessian
+    counts: Tensor | None
+    any: bool = False
+
+    @classmethod
+    def of(cls, linear: Linear, counts: Tensor | None, dtype: torch.dtype) -> "_Gathering":
+        share = TOKEN_SHARE if counts is None else 0.0
+        hessian = Hessian(linear.in_features, linear.name, token_share=share, device=linear.device, dtype=dtype)
+        return cls(hessian, counts)
+
+    def add(self, seen: Activations, start: int) -> None:
+        """`start`: where the first token of this batch is in the text. Tokens that do not count are left out."""
+        inputs, counts = seen.inputs, None
+        if self.counts is not None:
+            end = start + len(inputs)
+            counts = self.counts[start:end] if seen.tokens is None else self.counts[start + seen.tokens]
+            if not bool(counts.all()):
+                inputs, counts = inputs[counts > 0], counts[counts > 0]
+        if len(inputs):
+            self.any = True
+            self.hessian.add(inputs, counts)
+
+    def finish(self) -> Tensor | None:
+        """None where there was no token."""
+        return self.hessian.finish() if self.any else None

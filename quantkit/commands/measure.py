@@ -3,7 +3,7 @@
 Blocks are walked through as in quantizing, but unquantized outputs flow on. Each linear is solved in each candidate
 layout; what its outputs lose is weighed by what they matter. With L = (W - Q)ᵀ H (W - Q), G the mean square of the
 gradients at the outputs, and errors of different outputs and tokens taken as independent, the damage is ½ Σ_n G_n L_n
-nats of KL, the Fisher form ½ tr(G ΔWᵀ H ΔW).
+nats of KL, the Fisher form ½ tr(G ΔWᵀ H ΔW); H is that of tokens weighted by their gradients.
 """
 
 import os
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.checkpoint.fingerprint import in_form
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.block_hessians import ReadyStage, ready_stages
@@ -95,10 +96,10 @@ def run(
                 return MeasureReport(settings.out, found, finished_before=True)
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         require_finite(checkpoint, progress)
-        squares = backward(subject, kept, settings.seed, progress).found.outputs
+        sensitivity = backward(subject, kept, settings.seed, progress).found
         weights = in_form(model.weights, checkpoint)
         measurement = measure_model(
-            subject, kept, weights, squares, settings.calibration, settings.seed, progress, check=True
+            subject, kept, weights, sensitivity, settings.calibration, settings.seed, progress, check=True
         )
         save_json(place, {**measurement.as_json(), "made_with": dict(facts)})
         kept.complete()
@@ -128,7 +129,7 @@ def measure_model(
     subject: Subject,
     job: Job,
     model: str,
-    squares: Mapping[str, Tensor],
+    sensitivity: Sensitivity,
     source: str,
     seed: int,
     progress: Progress,
@@ -139,7 +140,7 @@ def measure_model(
 
     job      keeps what is measured, one step for each block; those that it has are not measured again
     model    its fingerprint
-    squares  of the gradients at the outputs of each linear, by `calibration.sensitivity`
+    sensitivity  what a backward pass over the first rows has found
     source, seed  where the rows of text come from, to be noted
     check    compare the predicted damage of a few blocks with what they do to the model
 
@@ -150,7 +151,7 @@ def measure_model(
     planned = outline(subject)
     wanted = {linear.name for linear in planned.linears if linear.candidates}
     found = {linear.name: linear for linear in planned.dense}
-    squares = _with_unreached(squares, subject)
+    squares = _with_unreached(sensitivity.outputs, subject)
     device, dtype = subject.placement.device, subject.placement.dtype
     rotary = Rotary.at(subject.config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
     coarse = {linear.name: checked_candidate(linear).mix for linear in planned.linears if linear.candidates}
@@ -170,7 +171,10 @@ def measure_model(
             block = load_block(subject.checkpoint, subject.config, subject.architecture, index, dtype, device)
             own: dict[str, MeasuredLinear] = {}
             kept = _Kept(coarse)
-            for ready in ready_stages(block, stream, rotary, wanted, hessian_bytes=subject.budget.hessian_bytes):
+            stages = ready_stages(
+                block, stream, rotary, wanted, sensitivity, judged=True, hessian_bytes=subject.budget.hessian_bytes
+            )
+            for ready in stages:
                 for name, candidates in _measure_stage(block.linears, ready, specs, layouts, squares, kept).items():
                     spec = specs[name]
                     own[name] = MeasuredLinear(name, spec.in_features, spec.out_features, candidates)
@@ -261,19 +265,29 @@ def _measure_stage(
     squares: Mapping[str, Tensor],
     kept: _Kept,
 ) -> dict[str, tuple[Candidate, ...]]:
-    """Linears that read one input, solved side by side in one layout after another."""
+    """Linears that read one input, solved side by side in one layout after another.
+
+    Judged by the Hessian of the tokens whose gradients they are: in that of all tokens a few of huge norm, which hardly
+    matter to the predictions, can outweigh the rest.
+    """
     weights = [linears[name].weight() for name in ready.names]
     trace = float(len(weights[0])) if ready.factor is None else ready.factor.trace
+    if ready.judge is not None:
+        trace = float(ready.judge.trace())
     energies = None if ready.factor is None else find_energies(weights, ready.factor)
     found: dict[str, list[Candidate]] = {name: [] for name in ready.names}
     for mix, layout in layouts[ready.names[0]].items():
         codec = Exl2Codec(layout)
         with naming(ready.names[0]):
             solutions = solve_together(weights, ready.factor, codec, energies=energies)
-        for name, solution in zip(ready.names, solutions, strict=True):
+        for name, weight, solution in zip(ready.names, weights, solutions, strict=True):
             spec = specs[name]
+            losses = solution.losses
+            if ready.judge is not None:
+                error = weight - solution.codes.dequantize()
+                losses = (error * (ready.judge @ error)).sum(0, dtype=torch.float64)
             bits = exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias)
-            damage = 0.5 * float((solution.losses.cpu() * squares[name]).sum()) / trace
+            damage = 0.5 * float((losses.cpu() * squares[name]).sum()) / trace
             found[name].append(Candidate(mix, bits, solution.error, damage))
             kept.add(linears[name], mix, codec, solution.codes)
     return {name: tuple(candidates) for name, candidates in found.items()}

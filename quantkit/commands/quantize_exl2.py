@@ -99,8 +99,8 @@ def choose_recipe(
     if settings.strict:
         require_no_dense(expected)
     require_reachable(expected, settings.bpw, head_bits=settings.head_bits, include_head=settings.include_head)
-    squares = run_backward().found.outputs
-    measurement = measure_model(subject, job, model, squares, settings.calibration, settings.seed, progress)
+    sensitivity = run_backward().found
+    measurement = measure_model(subject, job, model, sensitivity, settings.calibration, settings.seed, progress)
     return Exl2Recipe(_mixes(settings, measurement, progress))
 
 

@@ -13,18 +13,26 @@ from quantkit import cli
 from quantkit.calibration.text import token_rows
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import measure as measure_command
-from quantkit.commands import quantize_job
-from quantkit.commands.measure import run
+from quantkit.commands import quantize_block, quantize_job
+from quantkit.commands.block_hessians import ReadyStage
+from quantkit.commands.measure import _Kept, _measure_stage, run
 from quantkit.commands.measure_check import checked_blocks, checked_candidate, worst_block
 from quantkit.commands.measure_report import MeasureReport
 from quantkit.commands.quantize import run as quantize
 from quantkit.errors import CheckpointError, PlanError
 from quantkit.formats import exl2_layout, exl2_mix
+from quantkit.formats.codec import Layout
+from quantkit.formats.dense import DenseTensor
+from quantkit.formats.exl2 import Exl2Codec
 from quantkit.measurement import Measurement
 from quantkit.mix_plan import MixPlan
+from quantkit.models.architecture import LinearSpec, Stage
+from quantkit.models.linear import Linear
 from quantkit.progress import Silent
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import MeasureSettings, QuantizeSettings
+from quantkit.solver.gptq import solve
+from quantkit.solver.inverse import factor
 
 TEXT = {"samples": 8, "length": 64}
 # Written in parts, each with side data of its own.
@@ -168,15 +176,19 @@ def test_the_prediction_is_checked_on_a_few_blocks(model: Path, measured: Path) 
     assert any(title.startswith("prediction") for title, _, _ in report.tables())
 
 
-def test_what_is_seen_is_the_divergence_of_the_quantized_model(model: Path, tmp_path: Path) -> None:
-    """In float32, so that the plan's own run has the same Hessians."""
+def test_what_is_seen_is_the_divergence_of_the_quantized_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, so that the plan's own run has the same Hessians; its outputs do not make up for each other, which
+    they do not in a measurement."""
+    monkeypatch.setattr(quantize_block, "factor_outputs", lambda covariances: None)
     options = {"samples": 8, "length": 64, "dtype": "fp32"}
     found = run(MeasureSettings(str(model), tmp_path / "m.json", **options), Silent()).measurement
     own = {linear.name: checked_candidate(linear).mix for linear in found.linears if ".1." in linear.name}
     dense = {linear.name: "for the test" for linear in found.linears if linear.name not in own}
     MixPlan(found.model, 4.0, False, 16, own, dense).save(tmp_path / "p.json")
     choice = QuantizeSettings(
-        str(model), tmp_path / "out", format="exl2", plan=tmp_path / "p.json", evaluate=False, effort="fast", **options
+        str(model), tmp_path / "out", format="exl2", plan=tmp_path / "p.json", evaluate=False, **options
     )
     quantize(choice, Silent())
     rows = token_rows("bundled", Tokenizer.open(model), 8, 64, 0)
@@ -202,3 +214,26 @@ def test_the_worst_block_is_checked_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("layers", "blocks"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2, 3]), (30, [0, 10, 19, 29])])
 def test_the_checked_blocks_are_spread(layers: int, blocks: list[int]) -> None:
     assert checked_blocks(layers) == blocks
+
+
+def test_damage_is_judged_by_the_tokens_whose_gradients_it_is_made_of() -> None:
+    """A token of huge norm that no gradient reaches outweighs all others in the Hessian of all tokens."""
+    stage = Stage("s", ("model.layers.0.mlp.down_proj",))
+    weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(2))
+    weight[:, 16:] = 0  # nothing to lose where that token is
+    linear = Linear(stage.linears[0], DenseTensor(weight), torch.float32)
+    spec = LinearSpec(linear.name, 32, (32,), ("down",), stage.name)
+    inputs = torch.ones(32)
+    judge = torch.diag(torch.cat([inputs[:16], torch.zeros(16)]))
+    found = factor(torch.diag(torch.cat([inputs[:16], 1e4 * inputs[16:]])), name="x")
+    layouts = {linear.name: {"2": Layout.uniform(32, 2, 32)}}
+    damages = []
+    for by in (None, judge):
+        ready = ReadyStage(stage.linears, found, 1, judge=by)
+        by_name = {linear.name: linear}, ready, {linear.name: spec}, layouts, {linear.name: torch.ones(32)}
+        measured = _measure_stage(*by_name, _Kept({linear.name: ""}))
+        damages.append(measured[linear.name][0].damage)
+    codes = solve(linear.weight(), found, Exl2Codec(layouts[linear.name]["2"])).codes
+    error = linear.weight() - codes.dequantize()
+    assert damages[1] == pytest.approx(0.5 * float((error.T @ judge @ error).trace()) / 16, rel=1e-5)
+    assert damages[1] > 1000 * damages[0]
