@@ -94,6 +94,9 @@ def generate(
             "--share-prefixes/--no-share-prefixes", help="Read what requests of a file begin with in common once only."
         ),
     ] = True,
+    cache_fraction: Annotated[
+        float, typer.Option("--cache-fraction", help="Share of the free memory that the cache of a file may take.")
+    ] = 0.9,
     latency_ms: Annotated[
         float | None, typer.Option("--latency-ms", help="Make passes smaller until they take no longer.", min=1)
     ] = None,
@@ -165,6 +168,7 @@ def generate(
         token_budget=token_budget,
         optimistic=optimistic,
         share_prefixes=share_prefixes,
+        cache_fraction=cache_fraction,
         latency_ms=latency_ms,
         ignore_eos=ignore_eos,
         device=device,

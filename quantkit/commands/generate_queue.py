@@ -13,8 +13,10 @@ from typing import Any
 from quantkit.checkpoint.adapter import open_weighted
 from quantkit.commands.generate_setup import Setup, cache_rows, ran_on, read_text
 from quantkit.errors import QuantkitError, RequestError, UsageError
+from quantkit.models.transformer import Model
 from quantkit.progress import Progress
-from quantkit.runtime.capacity import CachePlan
+from quantkit.runtime.cache_format import cache_format
+from quantkit.runtime.free_memory import free_bytes
 from quantkit.runtime.page_pool import CacheUse
 from quantkit.runtime.page_store import PAGE
 from quantkit.runtime.placement import Placement
@@ -135,6 +137,8 @@ def run(
     for option, value in (("prompt", settings.prompt), ("chat", settings.chat), ("prompt-file", settings.prompt_file)):
         if value is not None:
             raise UsageError(f"`--{option}` beside `--prompts-file`", hint=f"leave out `--{option}`")
+    if not 0 < (fraction := settings.cache_fraction) <= 1:
+        raise UsageError(f"`--cache-fraction` is {fraction}, expected more than 0 and at most 1", hint="leave it out")
     setup = Setup.open(settings)
     limits = Limits(
         settings.token_budget,
@@ -146,7 +150,7 @@ def run(
     generator = setup.load()
     model = generator.model
     plan = setup.plan
-    positions = _positions(plan, [request for _, request in requests], settings.batch)
+    positions = _positions(setup, model, [request for _, request in requests])
     pool = plan.pool(model.config, positions, model.dtype, model.device, settings.batch)
     prefixes = PrefixCache(pool, model.config) if settings.share_prefixes else None
     scheduler = Scheduler(generator, pool, limits, prefixes)
@@ -168,10 +172,20 @@ def run(
     return QueueReport(settings.model, answers, seconds, load_seconds, *counts, *where)
 
 
-def _positions(plan: CachePlan, requests: list[Request], batch: int) -> int:
-    """In whole pages, for so many requests at once, the longest ones."""
-    held = [plan.held(len(request.ids) + request.max_new_tokens) for request in requests]
-    return sum(sorted((-(-positions // PAGE) * PAGE for positions in held), reverse=True)[:batch])
+def _positions(setup: Setup, model: Model, requests: list[Request]) -> int:
+    """In whole pages: for all requests where what one has read can be of use to another, else for the longest of those
+    that run at once; but no more than the free memory has room for."""
+    plan, settings = setup.plan, setup.settings
+    held = (plan.held(len(request.ids) + request.max_new_tokens) for request in requests)
+    pages = sorted((-(-positions // PAGE) for positions in held), reverse=True)
+    wanted = sum(pages if settings.share_prefixes else pages[: settings.batch])
+    free = free_bytes("cpu" if plan.resident else model.device)
+    if free is not None:
+        config = model.config
+        row = cache_format(plan.kv, config.head_dim, model.dtype).row_bytes
+        page = config.num_layers * config.num_kv_heads * PAGE * row
+        wanted = min(wanted, int(settings.cache_fraction * free / page))
+    return PAGE * max(1, setup.ranks.least(wanted))
 
 
 def _requests(setup: Setup) -> list[tuple[Any, Request]]:

@@ -82,6 +82,21 @@ def test_a_common_beginning_is_read_once(folder, tmp_path):
     assert [done.completion.token_ids for _, done in shared.answers] == [done.completion.token_ids for _, done in apart.answers]
 
 
+def test_the_cache_is_sized_from_the_requests_and_the_free_memory(folder, tmp_path, monkeypatch):
+    """Four requests of two pages; a page takes 2 layers × 2 heads × 256 positions × 2 × 16 float32."""
+    page = 2 * 2 * 256 * 2 * 16 * 4
+    file = write_lines(tmp_path / "f.jsonl", [{"prompt": "a" * 300 + f" {index}"} for index in range(4)])
+    assert serve(folder, file).cache.cache_bytes == 8 * page
+    assert serve(folder, file, share_prefixes=False, batch=2).cache.cache_bytes == 4 * page
+    monkeypatch.setattr(generate_queue, "free_bytes", lambda device: 10 * page)
+    report = serve(folder, file, cache_fraction=0.5)
+    assert report.cache.cache_bytes == 5 * page and len(report.answers) == 4
+    with pytest.raises(RequestError, match="the cache has 256"):
+        serve(folder, file, cache_fraction=0.1)
+    with pytest.raises(UsageError, match=r"`--cache-fraction` is 1\.5"):
+        serve(folder, file, cache_fraction=1.5)
+
+
 def test_adapters_of_lines(folder, tmp_path):
     write_adapter(tmp_path / "a", {f"model.layers.{layer}.mlp.up_proj": (128, 64, 8) for layer in range(2)})
     lora = f"{tmp_path / 'a'}:2"
@@ -141,7 +156,7 @@ def test_jsonl_or_one_object_on_stdout(folder, tmp_path, capsys):
     shown = capsys.readouterr()
     lines = [json.loads(line) for line in shown.out.splitlines()]
     assert len(lines) == 5 and "requests 5, " in shown.err
-    assert cli.run([*arguments, "--json", "--batch", "2", "--token-budget", "30", "--latency-ms", "1000", "--optimistic", "--no-share-prefixes"]) == 0
+    assert cli.run([*arguments, "--json", "--batch", "2", "--token-budget", "30", "--latency-ms", "1000", "--optimistic", "--no-share-prefixes", "--cache-fraction", "0.5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {str(line["id"]): line["text"] for line in lines} == {str(line["id"]): line["text"] for line in found["answers"]}
     assert cli.run([*arguments, "--cache-tokens", "256"]) == 16
