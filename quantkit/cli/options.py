@@ -23,8 +23,8 @@ Rotate = Annotated[
     bool,
     typer.Option(
         "--rotate",
-        help="Turn the model first, so that it says the same and no weight stands out: it may help at few bits, compare. "
-        "The seed draws the rotation.",
+        help="Turn the model first, so that it says the same and no weight stands out: it may help at few bits, "
+        "compare. The seed draws the rotation.",
     ),
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Forget what is finished, the result too, and begin again.")]
