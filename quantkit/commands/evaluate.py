@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any, cast, overload
 
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
-from quantkit.commands.evaluate_report import (
+from quantkit.commands.compare_report import (
     COMPARE_FIGURES,
     CompareReport,
-    PerplexityReport,
-    PerplexityTable,
     SavedCheck,
     SavedReport,
-    Scored,
     worst_in_words,
 )
+from quantkit.commands.evaluate_report import PerplexityReport, PerplexityTable, Scored
 from quantkit.commands.evaluate_text import ReadText, bos_notes, require_known, tokenizer_notes
 from quantkit.commands.gate import Gate
 from quantkit.errors import RequestError, UsageError

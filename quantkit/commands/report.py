@@ -21,8 +21,8 @@ from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.output_folder import OutputFolder
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands import evaluate, evaluate_degeneration
+from quantkit.commands.compare_report import CompareReport
 from quantkit.commands.evaluate_degeneration import DegenerationReport
-from quantkit.commands.evaluate_report import CompareReport
 from quantkit.commands.evaluate_text import ReadText
 from quantkit.commands.report_card import card
 from quantkit.commands.report_page import page

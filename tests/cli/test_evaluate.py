@@ -152,7 +152,7 @@ def test_degeneration_says_what_it_found_and_exits_by_it(folder, tmp_path, capsy
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "degenerate" and 0 <= found["loop_rate"] <= 1
     (form,) = found["formats"]
-    assert form["format"] == "fp32" and "entropy" in form["findings"][0]
+    assert form["format"] == "fp32" and any("entropy" in finding for finding in form["findings"])
     assert len(found["prompts"]) == form["conversations"] == 12 and {"greedy", "sampled"} == {
         one["way"] for one in found["prompts"]
     }
