@@ -179,8 +179,10 @@ def _positions(setup: Setup, model: Model, requests: list[Request]) -> int:
     held = (plan.held(len(request.ids) + request.max_new_tokens) for request in requests)
     pages = sorted((-(-positions // PAGE) for positions in held), reverse=True)
     wanted = sum(pages if settings.share_prefixes else pages[: settings.batch])
-    free = free_bytes("cpu" if plan.resident else model.device)
+    in_host_memory = plan.resident > 0 or model.device.type == "cpu"
+    free = free_bytes("cpu" if in_host_memory else model.device)
     if free is not None:
+        free //= setup.ranks.size if in_host_memory else 1  # which the processes of a machine have in common
         config = model.config
         row = cache_format(plan.kv, config.head_dim, model.dtype).row_bytes
         page = config.num_layers * config.num_kv_heads * PAGE * row

@@ -11,9 +11,11 @@ import tiny_exl2
 import tiny_lora
 
 import quantkit
+from quantkit.commands import generate_queue
 from quantkit.commands.generate_setup import Setup
 from quantkit.errors import UsageError
 from quantkit.runtime.ranks import Ranks, is_first
+from quantkit.runtime.request import Request
 from quantkit.settings import GenerateSettings
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 12, "num_key_value_heads": 6}
@@ -62,6 +64,16 @@ def test_adapters_on_the_fly_are_refused(tmp_path, three) -> None:
     with pytest.raises(UsageError, match="on the fly to a model shared by 3 processes") as caught:
         quantkit.generate(model, "the thing", loras=(str(adapter),))
     assert "--merge-lora" in caught.value.hint
+
+
+def test_processes_of_one_machine_divide_its_memory(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Ranks, "join", lambda device: Ranks(0, 2))
+    monkeypatch.setattr(Ranks, "least", lambda self, number: number)
+    page = 2 * 2 * 3 * 16 * 4 * 256  # keys and values, layers, heads of this process, numbers, bytes, positions
+    monkeypatch.setattr(generate_queue, "free_bytes", lambda device: 12 * page)
+    setup = Setup.open(GenerateSettings(str(tiny.write_model(tmp_path / "model", **SHAPE)), cache_fraction=0.5))
+    requests = [Request(ids=[5] * 300, max_new_tokens=10, seed=number) for number in range(4)]
+    assert generate_queue._positions(setup, setup.load().model, requests) == 3 * 256
 
 
 @pytest.mark.parametrize(
