@@ -1,5 +1,6 @@
 """One frozen dataclass for each command. Settings stop at the commands; lower layers take the values they need."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +124,10 @@ class ConvertSettings:
     shard_size: str = "4GiB"
     adapters: tuple[str, ...] = ()
     type: str = "auto"
+    job: Path | None = None
+    restart: bool = False
+    made_by: Mapping[str, str | int | float | bool | None] | None = None
+    """What the result will say made it; found by the command itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
-RESUMED = ("quantize", "measure")
+RESUMED = ("quantize", "measure", "convert gptq-to-exl2", "convert exl2-to-gptq")
 """Commands that go on where they were ended."""
 
 
@@ -110,7 +110,7 @@ def _hear_interrupts() -> Sequence[int]:
 
 
 def _how_to_go_on(arguments: list[str]) -> str | None:
-    if arguments[:1] and arguments[0] in RESUMED:
+    if any(" ".join(arguments).startswith(f"{command} ") for command in RESUMED):
         again = (argument for argument in arguments if argument != "--restart")
         return f"what is finished is kept; to go on: `quantkit {shlex.join(again)}`"
     return None

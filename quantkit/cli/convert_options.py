@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli.options import RowLength, Samples
+from quantkit.cli.options import JobFolder, Restart, RowLength, Samples
 from quantkit.settings import ConvertSettings
 
 ALWAYS_FIRST, ALWAYS_LAST = ("source", "out"), ("overwrite", "json")
@@ -65,6 +65,8 @@ _ANNOTATIONS: dict[str, Any] = {
     "adapters": Annotated[
         list[str], typer.Option("--adapter", help="Folder of a PEFT adapter, perhaps with a weight: DIR or DIR=0.5.")
     ],
+    "job": JobFolder,
+    "restart": Restart,
     "type": Annotated[str, typer.Option("--type", help="Of the linears: F16, Q8_0, Q4_0, Q4_1, or auto.")],
 }
 

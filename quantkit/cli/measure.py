@@ -37,6 +37,10 @@ def measure(
     job: JobFolder = None,
     restart: Restart = False,
     max_memory: MaxMemory = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only say what would be done, and what it takes of time, memory and disk."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Measure what each EXL2 layout of each linear of MODEL would cost in bits and do in damage."""
@@ -56,6 +60,12 @@ def measure(
         max_memory=memory_bytes("--max-memory", max_memory),
     )
     from quantkit import console
+
+    if dry_run:
+        from quantkit.commands.measure_outlook import foresee
+
+        console.print_report(foresee(settings, console.Bars()), as_json=json)
+        return
     from quantkit.commands.measure import run
 
     console.print_report(run(settings, console.Bars()), as_json=json)

@@ -2,12 +2,14 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.commands.convert_report import Report
 from quantkit.commands.convert_routes import ROUTES, Route, find
-from quantkit.errors import UsageError
+from quantkit.commands.convert_stamp import conversion_facts, finished_conversion, stamp
+from quantkit.errors import QuantkitError, UsageError
 from quantkit.progress import Progress, Tqdm
 from quantkit.settings import ConvertSettings
 
@@ -35,13 +37,24 @@ def run(settings: ConvertSettings, progress: Progress) -> Report:
     found: Callable[[ConvertSettings, Progress], Report] = getattr(
         importlib.import_module(f"quantkit.commands.{module}"), function
     )
-    return found(settings, progress)
+    try:
+        facts = conversion_facts(settings)
+        before = finished_conversion(settings, facts)
+        if before is not None:
+            return before
+        report = found(replace(settings, made_by=facts), progress)
+        stamp(settings.out, facts)
+        return report
+    except QuantkitError as error:
+        # Every command writes to what `-o` names, this one to its second argument.
+        error.hint = None if error.hint is None else error.hint.replace("with `-o`", "as OUT").replace("`-o`", "OUT")
+        raise
 
 
 def _refuse_unread(settings: ConvertSettings, route: Route) -> None:
     plain = ConvertSettings(settings.route, settings.source, settings.out)
     for name in ConvertSettings.__dataclass_fields__:
-        if name not in (*route.options, "overwrite") and getattr(settings, name) != getattr(plain, name):
+        if name not in (*route.options, "overwrite", "made_by") and getattr(settings, name) != getattr(plain, name):
             readers = [other.name for other in ROUTES if name in other.options]
             raise UsageError(
                 f"`{name}` has no meaning for `{route.name}`", hint=f"leave it out; it is read by {', '.join(readers)}"

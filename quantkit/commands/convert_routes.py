@@ -27,6 +27,7 @@ class Route:
 
 
 TEXT = ("calibration", "samples", "length", "seed")
+JOB = ("job", "restart")
 
 ROUTES: tuple[Route, ...] = (
     Route(
@@ -34,7 +35,7 @@ ROUTES: tuple[Route, ...] = (
         "Re-quantize a GPTQ model to EXL2, close to the GPTQ model or, with --original, to the unquantized one.",
         REQUANTIZED,
         "convert_to_exl2:gptq_to_exl2",
-        ("bpw", "match", "head_bits", "data_free", "original", "measurement", *TEXT, "evaluate"),
+        ("bpw", "match", "head_bits", "data_free", "original", "measurement", *TEXT, "evaluate", *JOB),
         "unless --data-free",
     ),
     Route(
@@ -42,7 +43,7 @@ ROUTES: tuple[Route, ...] = (
         "Re-quantize an EXL2 model to GPTQ.",
         REQUANTIZED,
         "convert_to_gptq:exl2_to_gptq",
-        ("bits", "group_size", "sym", "act_order", "data_free", *TEXT, "evaluate"),
+        ("bits", "group_size", "sym", "act_order", "data_free", *TEXT, "evaluate", *JOB),
         "unless --data-free",
     ),
     Route("gptq-to-hf", "Dequantize a GPTQ model into a dense one.", EXACT, "convert_to_hf:gptq_to_hf", ("dtype",)),

@@ -94,6 +94,8 @@ class _Measured:
                 samples=settings.samples,
                 length=settings.length,
                 seed=settings.seed,
+                job=None if settings.job is None else settings.job.with_name(f"{settings.job.name}.measure"),
+                restart=settings.restart,
             )
             file.parent.mkdir(parents=True, exist_ok=True)
             measure.run(choice, progress, target)
@@ -124,8 +126,10 @@ class _Measured:
             seed=settings.seed,
             overwrite=overwrite,
             evaluate=False,
+            job=settings.job,
+            restart=settings.restart,
         )
-        quantize.run(choice, progress, self._target)
+        quantize.run(choice, progress, self._target, made_by=settings.made_by)
 
 
 def _settle(

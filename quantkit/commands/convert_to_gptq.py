@@ -36,7 +36,7 @@ def exl2_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport
     between = settings.out.absolute().with_name(f".{settings.out.name}.dense")
     try:
         made = dequantize(source, between, torch.float16, overwrite=True, progress=progress, others=False)
-        quantize.run(_choice(settings, between), progress)
+        quantize.run(_choice(settings, between), progress, made_by=settings.made_by)
     finally:
         shutil.rmtree(between, ignore_errors=True)
     result = open_checkpoint(settings.out)
@@ -73,4 +73,6 @@ def _choice(settings: ConvertSettings, between: Path) -> QuantizeSettings:
         seed=settings.seed,
         overwrite=settings.overwrite,
         evaluate=False,
+        job=settings.job,
+        restart=settings.restart,
     )

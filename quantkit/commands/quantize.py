@@ -79,12 +79,14 @@ def run(
     progress: Progress,
     source: Checkpoint | None = None,
     backward: RunBackward = run_backward,
+    made_by: Facts | None = None,
 ) -> QuantizeReport | Finished:
     """Quantize. Raises an error of the tree for anything that cannot be done; then no folder is left behind but that of
     the job, with what is finished.
 
     `source` is what is read in place of `settings.model`: a quantized model, decoded. `backward` finds the gradients.
-    Only a GateError of the measurement at the end comes when the result is complete; it stays.
+    `made_by` is the conversion that this is part of. Only a GateError of the measurement at the end comes when the
+    result is complete; it stays.
     """
     start = time.monotonic(), time.process_time()
     check_format(settings)
@@ -128,7 +130,7 @@ def run(
         solve_steps(job, kept, weighed.found if weighed else None, progress)
         changes, tuning = tune_result(job, kept, settings.seed, progress) if effort.tunes else (UNCHANGED, None)
         results, receipt = put_together(job, kept, writer, changes)
-        files = _finish(job, writer, receipt, facts, settings.calibration)
+        files = _finish(job, writer, receipt, facts, settings.calibration, made_by)
         kept.complete()
     spent = _spent_since(start)
     damage = None if unseen is None else _measure(subject, settings.out, unseen, progress)
@@ -174,7 +176,7 @@ def _announce(job: QuantizeJob, kept: Job, progress: Progress) -> None:
 
 
 def _finish(
-    job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, facts: Facts, dataset: str
+    job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, facts: Facts, dataset: str, made_by: Facts | None
 ) -> list[Path]:
     checkpoint, (rows, length) = job.subject.checkpoint, job.subject.rows.shape
     quantization = job.recipe.config(job.plan, rows, length, dataset)
@@ -184,7 +186,7 @@ def _finish(
         checkpoint.side_files(),
         {
             **job.recipe.side_json(quantization),
-            RESULT_FILE: result_document(facts, receipt, job.plan.bits_per_weight),
+            RESULT_FILE: result_document(facts, receipt, job.plan.bits_per_weight, made_by),
         },
         check=lambda folder: _check(open_checkpoint(folder), job, receipt),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.calibration.sensitivity import chunk_sizes
 from quantkit.checkpoint.shard import COMPACT_BYTES, HEADER_ROOM
 from quantkit.checkpoint.writer import SHARD_BYTES
 from quantkit.commands.quantize_job import QuantizeJob, Subject, stored_bits
@@ -14,8 +15,8 @@ from quantkit.errors import CheckpointError
 
 HEADER_ENTRY_BYTES, TENSORS_OF_LINEAR = 120, 3
 """About what a header says of one tensor, and by how many tensors a linear grows."""
-NOTE_BYTES = 1200
-"""About what headers and journal of a job say of one linear."""
+NOTE_BYTES, MEASURED_BYTES = 1200, 4000
+"""About what headers and journal of a job say of one linear; and where it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,30 @@ def disk_needs(job: QuantizeJob, *, weighs: bool) -> DiskNeeds:
     data = subject.checkpoint.stored_bytes - before + work + added
     side = sum(file.stat().st_size for file in subject.checkpoint.side_files() if file.is_file())
     states = 2 * states_bytes(subject)
+    found = gradient_bytes(subject) if weighs else 0
     backward = subject.backward_spilled_bytes if weighs else 0
-    return DiskNeeds(data + _headers(job, data) + side, max(work + NOTE_BYTES * len(plan.work) + states, backward))
+    steps = work + NOTE_BYTES * len(plan.work) + states
+    return DiskNeeds(data + _headers(job, data) + side, found + max(steps, backward))
+
+
+def measurement_needs(subject: Subject) -> DiskNeeds:
+    """The file itself is counted as what the journal says of each linear; so are the few blocks that are checked."""
+    notes = MEASURED_BYTES * len(subject.linears)
+    job = gradient_bytes(subject) + max(notes + 2 * states_bytes(subject), subject.backward_spilled_bytes)
+    return DiskNeeds(notes, job)
+
+
+def gradient_bytes(subject: Subject) -> int:
+    """What a job keeps of a backward pass: covariances and squares of all outputs, weights of the tokens."""
+    total, stages = 0, set()
+    for spec in subject.linears:
+        sizes = chunk_sizes(spec.out_features)
+        total += sum(size * size for size in sizes) * torch.bfloat16.itemsize
+        total += spec.out_features * torch.float64.itemsize
+        stages.add(spec.stage)
+    routed = 1.0 if subject.config.experts is None else subject.config.experts.chosen / subject.config.experts.count
+    each = torch.float32.itemsize + torch.int64.itemsize
+    return total + int(len(stages) * subject.backward_rows.numel() * each * routed)
 
 
 def require_space(needs: DiskNeeds, out: Path, job: Path) -> None:

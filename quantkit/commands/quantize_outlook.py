@@ -98,7 +98,7 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
     expected = None if recipe else outline(subject)
     job = prepare(
         subject,
-        recipe or _guess(settings, expected),
+        recipe or guess(settings, expected),
         settings.strict,
         hessian_dtype=hessian_dtype,
         route_all=settings.route_all,
@@ -110,12 +110,7 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
     candidates = max((len(linear.candidates) for linear in expected.linears), default=0) if expected else 0
     rehearsal = rehearse(job, weighs=weighs, solves=1 + candidates)
     memory = machine_memory()
-    if memory and rehearsal.peak_memory_bytes > memory:
-        raise CalibrationError(
-            f"about {rehearsal.peak_memory_bytes / 2**20:,.0f} MiB of memory are needed, this machine has "
-            f"{memory / 2**20:,.0f} MiB",
-            hint="use a machine with more memory, or `--effort fast`, which needs the least",
-        )
+    require_memory(rehearsal, memory)
     return Outlook(
         settings.out,
         job.recipe.name,
@@ -129,13 +124,23 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
     )
 
 
+def require_memory(rehearsal: Rehearsal, memory: int) -> None:
+    """Raises CalibrationError where so much is needed that this machine does not have it."""
+    if memory and rehearsal.peak_memory_bytes > memory:
+        raise CalibrationError(
+            f"about {rehearsal.peak_memory_bytes / 2**20:,.0f} MiB of memory are needed, this machine has "
+            f"{memory / 2**20:,.0f} MiB",
+            hint=f"use `--max-memory {int(0.9 * memory) >> 20}MiB`, which takes longer, or a machine with more memory",
+        )
+
+
 def machine_memory() -> int:
     """Bytes; 0 where they are not known."""
     found = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     return int(found[1]) * 1024 if found else 0
 
 
-def _guess(settings: QuantizeSettings, expected: Measurement | None) -> Recipe:
+def guess(settings: QuantizeSettings, expected: Measurement | None) -> Recipe:
     """Mixes for a budget as if each bit halved the error of every weight alike."""
     assert expected is not None
     assert settings.bpw is not None

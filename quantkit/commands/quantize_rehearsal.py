@@ -45,11 +45,12 @@ class Rehearsal:
 
 
 @torch.inference_mode()
-def rehearse(job: QuantizeJob, *, weighs: bool, solves: int = 1) -> Rehearsal:
+def rehearse(job: QuantizeJob, *, weighs: bool, solves: int = 1, walks: int | None = None) -> Rehearsal:
     """Rehearse a job.
 
     weighs  gradients are needed
     solves  how often each linear is solved: once, or for each candidate of a measurement and once more
+    walks   how often the text goes through the blocks, by default once, and once more where there is a measurement
     """
     subject = job.subject
     config, device, dtype = subject.config, subject.placement.device, subject.placement.dtype
@@ -94,7 +95,7 @@ def rehearse(job: QuantizeJob, *, weighs: bool, solves: int = 1) -> Rehearsal:
             )
         )
     once = max(0.0, solving.seconds - observing.seconds)
-    walks = 1 if solves == 1 else 2
+    walks = walks or (1 if solves == 1 else 2)
     each = walks * (loading.seconds + batches * (observing.seconds + running.seconds)) + solves * once
     seconds = config.num_layers * each
     if job.plan.head is not None:

@@ -88,7 +88,9 @@ def job_place(job: Path | None, out: Path, source: Path) -> Path:
     return place
 
 
-def result_document(facts: Facts, receipt: Receipt, bits_per_weight: float) -> dict[str, Any]:
+def result_document(
+    facts: Facts, receipt: Receipt, bits_per_weight: float, made_by: Facts | None = None
+) -> dict[str, Any]:
     """What a result says of itself, in `RESULT_FILE`: nothing that differs from run to run."""
     return {
         "kind": KIND,
@@ -96,6 +98,7 @@ def result_document(facts: Facts, receipt: Receipt, bits_per_weight: float) -> d
         "facts": dict(facts),
         "tensors": receipt.digest(),
         "bits_per_weight": bits_per_weight,
+        **({} if made_by is None else {"conversion": {"facts": dict(made_by), "files": None}}),
     }
 
 

@@ -97,10 +97,10 @@ def convert(quantized: Path) -> list[str]:
 
 
 def test_convert_killed_anywhere_gives_the_same_bytes(quantized: Path, tmp_path: Path) -> None:
-    """Measuring and quantizing are steps of a job; a folder that is there already is not looked into."""
+    """Measuring and quantizing are steps of jobs, and the result says which conversion made it."""
     found = killed(convert(quantized), tmp_path / "work", {"every": 113})
     assert not [name for name in found["contents"] if not name.startswith("out/")]
-    assert require_unharmed(found, again=CheckpointError.exit_code) == len(found["runs"]) >= 3
+    assert require_unharmed(found) == len(found["runs"]) >= 3
 
 
 def test_killed_again_and_again(model: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_two_hundred_kills(model: Path, quantized: Path, tmp_path: Path) -> None
         ("quantize gptq", gptq(model), 3, 30, 0),
         ("quantize exl2", exl2(model), 5, 30, 0),
         ("measure", ["measure", str(model), "-o", "m.json", *TEXT], 5, 10, 0),
-        ("convert gptq-to-exl2", convert(quantized), 7, 10, CheckpointError.exit_code),
+        ("convert gptq-to-exl2", convert(quantized), 7, 10, 0),
     ):
         for kills in ({"every": every}, {"random": random_kills, "seed": 7}):
             found = killed(arguments, tmp_path / "work", kills)
