@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quantkit import heap
 from quantkit.calibration.hessian import CHUNK_TOKENS, TOKEN_SHARE, Hessian
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
@@ -96,6 +97,7 @@ def ready_stages(
     gathered = {stage.name for stage in stages if not (route_all and stage.name in experts)}
     for part in _passes(stages, gathered, linears, dtype, hessian_bytes, copies=1 + judged):
         observed = _observe(block, part, gathered, stream, rotary, sensitivity, dtype, judged)
+        heap.give_back()  # activations are gone, and solving has use for large blocks only
         for stage in part:
             seen, features = observed.pop(stage.name), linears[stage.linears[0]].in_features
             routed = seen.tokens if stage.name in experts else None

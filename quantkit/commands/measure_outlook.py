@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.commands.measure_check import checked_blocks, checked_candidate
 from quantkit.commands.measure_outline import outline
 from quantkit.commands.memory_limit import limited
 from quantkit.commands.quantize_job import choose_placement, open_model, open_subject, prepare, require_finite
@@ -13,6 +14,7 @@ from quantkit.commands.quantize_outlook import guess, machine_memory, require_me
 from quantkit.commands.quantize_rehearsal import Rehearsal, rehearse
 from quantkit.commands.resumption import job_place
 from quantkit.measurement import Measurement, require_place
+from quantkit.models.architecture import block_of
 from quantkit.progress import Progress
 from quantkit.settings import MeasureSettings, QuantizeSettings
 
@@ -78,7 +80,7 @@ def foresee(settings: MeasureSettings, progress: Progress) -> MeasureOutlook:
     planned = outline(subject)
     choice = QuantizeSettings(settings.model, settings.out, format="exl2", bpw=MIDDLE_BPW)
     job = prepare(subject, guess(choice, planned), strict=False)
-    needs = measurement_needs(subject)
+    needs = measurement_needs(subject, _checked_bytes(planned, subject.config.num_layers))
     require_space(needs, place, job_place(settings.job, place, checkpoint.path))
     require_finite(checkpoint, progress)
     most = max((len(linear.candidates) for linear in planned.linears), default=0)
@@ -86,3 +88,9 @@ def foresee(settings: MeasureSettings, progress: Progress) -> MeasureOutlook:
     memory = machine_memory()
     require_memory(rehearsal, memory)
     return MeasureOutlook(settings.out, planned, needs, rehearsal, memory)
+
+
+def _checked_bytes(planned: Measurement, layers: int) -> int:
+    blocks = checked_blocks(layers)
+    kept = (linear for linear in planned.linears if linear.candidates and block_of(linear.name) in blocks)
+    return sum(checked_candidate(linear).bits for linear in kept) // 8

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from quantkit import heap
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
 from quantkit.commands.block_hessians import HESSIAN_BYTES, ReadyStage, chosen_stages, ready_head, ready_stages
@@ -72,6 +73,8 @@ def solve_block(
     for ready in stages:
         for names in [(name,) for name in ready.names] if apart else [ready.names]:
             yield from solve_stage(block.linears, replace(ready, names=names), codecs, known)
+            if apart:
+                heap.give_back()
 
 
 def round_block(block: Block, codecs: Mapping[str, Codec]) -> Iterator[SolvedLinear]:

@@ -42,9 +42,10 @@ def disk_needs(job: QuantizeJob, *, weighs: bool) -> DiskNeeds:
     return DiskNeeds(data + _headers(job, data) + side, found + max(steps, backward))
 
 
-def measurement_needs(subject: Subject) -> DiskNeeds:
-    """The file itself is counted as what the journal says of each linear; so are the few blocks that are checked."""
-    notes = MEASURED_BYTES * len(subject.linears)
+def measurement_needs(subject: Subject, checked: int) -> DiskNeeds:
+    """The file itself is counted as what the journal says of each linear. `checked`: bytes of the blocks that are kept
+    for a check of the prediction."""
+    notes = MEASURED_BYTES * len(subject.linears) + checked
     job = gradient_bytes(subject) + max(notes + 2 * states_bytes(subject), subject.backward_spilled_bytes)
     return DiskNeeds(notes, job)
 
