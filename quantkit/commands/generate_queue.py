@@ -168,8 +168,9 @@ def run(
     seconds = time.perf_counter() - start
     answers = tuple((names[number], scheduler.served[number]) for number in sorted(names))
     counts = (scheduler.passes, scheduler.preemptions)
-    where = (setup.placement, pool.use, setup.ranks.size)
-    return QueueReport(settings.model, answers, seconds, load_seconds, *counts, *where)
+    return QueueReport(
+        settings.model, answers, seconds, load_seconds, *counts, setup.placement, pool.use, setup.ranks.size
+    )
 
 
 def _positions(setup: Setup, model: Model, requests: list[Request]) -> int:

@@ -34,9 +34,11 @@ class Ranks:
 
         Raises BackendError where there are fewer GPUs than processes.
         """
+        if _started() == 1 and not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        if not dist.is_available():
+            raise BackendError("this build of torch has no torch.distributed", hint="start without `torchrun`")
         if not dist.is_initialized():
-            if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-                return cls()
             on_gpu = device != "cpu" and torch.cuda.is_available()
             if on_gpu:
                 _take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
@@ -69,7 +71,11 @@ class Ranks:
 
 def is_first() -> bool:
     """Whether this process speaks for all that `torchrun` started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("RANK", "0") == "0"
+    return _started() == 1 or os.environ.get("RANK", "0") == "0"
+
+
+def _started() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _end() -> None:

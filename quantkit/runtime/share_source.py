@@ -36,6 +36,7 @@ class ShareSource:
     ) -> None:
         """`dtype`: of the multiplications, which dense weights take at once."""
         self._source, self._plan, self._ranks, self._dtype = source, plan, ranks, dtype
+        self._as_on_disk = source if type(source) is Checkpoint else None  # others change what they read
         self._tied = plan.config.tie_embeddings and not has_head_of_its_own(source)
         self._inputs: dict[str, tuple[LinearSpec, LinearSpec]] = {}
         self._outputs: dict[str, LinearSpec] = {}
@@ -165,11 +166,11 @@ class ShareSource:
 
     def _is_plain(self, name: str) -> bool:
         """Whether slices of a weight can be read by themselves."""
-        return type(self._source) is Checkpoint and self._source.has(f"{name}.weight")
+        return self._as_on_disk is not None and self._source.has(f"{name}.weight")
 
     def _matrix(self, name: str, rows: range, columns: range) -> Tensor:
-        if isinstance(self._source, Checkpoint):
-            return self._source.part(f"{name}.weight", rows, columns)
+        if self._as_on_disk is not None:
+            return self._as_on_disk.part(f"{name}.weight", rows, columns)
         return self._source.tensor(f"{name}.weight")[rows.start : rows.stop, columns.start : columns.stop]
 
     def _bias(self, name: str) -> Tensor | None:

@@ -57,6 +57,10 @@ def _phi(path: Path) -> None:
     tiny.write_model(path, "Phi3ForCausalLM", **SHAPE)
 
 
+def _one_kv_head(path: Path) -> None:
+    tiny.write_model(path, **{**SHAPE, "num_key_value_heads": 1})
+
+
 def _mixture(path: Path) -> None:
     experts = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 192}
     tiny.write_model(path, "Qwen2MoeForCausalLM", **SHAPE, **experts)
@@ -67,7 +71,7 @@ def _gptq(**options):
 
 
 def _exl2(**options):
-    return lambda path: tiny_exl2.write_model(path, **options, **WIDE)
+    return lambda path: tiny_exl2.write_model(path, **{**WIDE, **options})
 
 
 MODELS = {
@@ -76,6 +80,7 @@ MODELS = {
     "dense, windows, 320 words": _gemma,
     "dense, fused": _phi,
     "dense, experts": _mixture,
+    "dense, one key-value head": _one_kv_head,
     "gptq": _gptq(),
     "gptq act-order": _gptq(act_order=True),
     "gptq 2 bits, groups of 64": _gptq(bits=2, group_size=64, act_order=True),  # random 8 bits are too large for fp32
@@ -83,8 +88,10 @@ MODELS = {
     "exl2": _exl2(),
     "exl2, head, biases": _exl2(head=True, attention_bias=True, mlp_bias=True),
     "exl2, fused": _exl2(family="Phi3ForCausalLM"),
+    "exl2, width of no units": _exl2(intermediate_size=784),
 }
-EVEN = [name for name in MODELS if "320" not in name]
+UNEVEN = ("dense, windows, 320 words", "dense, one key-value head", "exl2, width of no units")
+EVEN = [name for name in MODELS if name not in UNEVEN]
 
 
 def run_together(size: int, arguments: list[str]) -> None:
@@ -179,7 +186,7 @@ def test_each_process_holds_its_share_of_the_bytes(name, alone, together) -> Non
         assert own[name]["cache_bytes"] * len(together) == alone[name]["cache_bytes"]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "dense" in name])
+@pytest.mark.parametrize("name", [name for name in MODELS if "dense" in name and "one key" not in name])
 def test_each_process_reads_its_share_of_the_bytes(name, folders, together) -> None:
     whole = open_checkpoint(folders[name]).stored_bytes
     for own in together:
@@ -189,7 +196,7 @@ def test_each_process_reads_its_share_of_the_bytes(name, folders, together) -> N
 def test_outputs_are_summed_or_gathered_as_the_order_of_rows_allows(together) -> None:
     kinds = {name: {key.rpartition(".")[2]: kind for key, kind in together[0][name]["kinds"].items()} for name in MODELS}
     for name in MODELS:
-        assert kinds[name]["down_proj"] == "SummedTensor"
+        assert kinds[name]["down_proj"] == ("GatheredTensor" if "no units" in name else "SummedTensor")
         scattered = "exl2" in name or "act-order" in name or "groups of 64" in name
         assert kinds[name]["o_proj"] == ("GatheredTensor" if scattered else "SummedTensor")
 
