@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import RequestError, UsageError
+from quantkit.memory import PREFILL_TOKENS
 from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.page_pool import CacheShape, PagePool
 from quantkit.runtime.page_store import PAGE
-
-PIECE = 2048
-"""Tokens of a prompt that go through the model at once: memory for activations does not grow beyond them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class CachePlan:
     @property
     def piece(self) -> int:
         """Tokens of a prompt to read at once. A page where there is a window, which need not hold more then."""
-        return PIECE if self.window is None else PAGE
+        return PREFILL_TOKENS if self.window is None else PAGE
 
     def held(self, positions: int) -> int:
         """Of so many positions of a text those that are in the cache at once at most."""
