@@ -61,6 +61,7 @@ def main(out: Path, prompts: Path, folders: list[str]) -> None:
         model = quantkit.load(folder, ranks=ranks)
         seen[folder] = {**see(model), "read": read[0]}
     seen["answers"] = answers(folders[0], prompts)
+    seen["agreed"] = (ranks.of_first([7 + ranks.rank] * (ranks.rank + 2)), ranks.least(9 - ranks.rank))
     torch.save(seen, out / f"{ranks.rank}.pt")
 
 

@@ -67,8 +67,13 @@ class Setup:
         settings = self.settings
         if not 0 <= settings.seed < 2**63:
             raise UsageError(f"`--seed` is {settings.seed}, expected 0 to 2^63 - 1", hint="--seed 0")
+        if self.adapters and not settings.merge_lora and self.ranks.size > 1:
+            raise UsageError(
+                f"adapters cannot be applied on the fly to a model shared by {self.ranks.size} processes",
+                hint="merge them into a dense model with `--merge-lora`",
+            )
         request = Request(
-            ids=ids,
+            ids=self.ranks.of_first(ids),
             max_new_tokens=settings.max_new_tokens,
             sampling=sampling_of(settings),
             seed=settings.seed,
@@ -78,11 +83,6 @@ class Setup:
             callbacks=callbacks,
             adapters=AdapterSet() if settings.merge_lora else AdapterSet.of(self.adapters),
         )
-        if request.adapters.parts and self.ranks.size > 1:
-            raise UsageError(
-                f"adapters cannot be applied on the fly to a model shared by {self.ranks.size} processes",
-                hint="merge them into a dense model with `--merge-lora`",
-            )
         checkpoint = self.checkpoint
         check(request, checkpoint.model_config, self.plan, self.draft_tokens)
         request.adapters.check(checkpoint.model_config, checkpoint.architecture, checkpoint.path)

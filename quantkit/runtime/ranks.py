@@ -68,6 +68,18 @@ class Ranks:
         dist.all_reduce(lowest, dist.ReduceOp.MIN)
         return int(lowest)
 
+    def of_first(self, numbers: list[int]) -> list[int]:
+        """What the first of them has: what each makes for itself and may come out otherwise, as a date does."""
+        if self.size == 1:
+            return numbers
+        count = torch.tensor([len(numbers)])
+        dist.broadcast(count, src=0)
+        told = torch.zeros(int(count), dtype=torch.int64)
+        if self.rank == 0:
+            told = torch.tensor(numbers, dtype=torch.int64)
+        dist.broadcast(told, src=0)
+        return [int(number) for number in told]
+
 
 def is_first() -> bool:
     """Whether this process speaks for all that `torchrun` started."""

@@ -171,6 +171,11 @@ def test_answers_are_those_of_one_process(folders, prompts, together) -> None:
         assert len(own["answers"]["ids"]) == 24 and len(own["answers"]["queue"]) == 2
 
 
+def test_processes_agree_on_what_each_finds_out_for_itself(together) -> None:
+    assert [own["agreed"] for own in together] == [([7, 7], 10 - len(together))] * len(together)
+    assert Ranks().of_first([3]) == [3] and Ranks().least(3) == 3
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_all_processes_have_the_same_bits(name, together) -> None:
     for own in together[1:]:
