@@ -2,6 +2,7 @@
 
     python docs/bench/generation.py queue MODEL --requests 32 --batch 16 --tokens 64
     python docs/bench/generation.py speculative MODEL --draft DIR --draft ngram --draft-tokens 4 --tokens 128
+    python docs/bench/generation.py speculative MODEL --draft ngram --repeat
 
 Every comparison checks that the tokens are the same ones. Seconds of the processor tell more than those on the wall
 where other programs run.
@@ -29,6 +30,12 @@ FORMS = (
 )
 
 
+PASSAGE = (
+    "The harbour lay still in the early light. Two boats had come in during the night, and their crews were carrying "
+    "crates of herring to the market hall, where the auction would begin at six. Nobody spoke of the storm. "
+)
+
+
 def prompts(count: int) -> list[str]:
     """`count` different ones."""
     return [form.format(subject) for form, subject in itertools.islice(itertools.product(FORMS, SUBJECTS), count)]
@@ -47,6 +54,9 @@ def requests_for(generator, arguments: argparse.Namespace, count: int) -> list:
     from quantkit.runtime.request import Request
 
     chat = generator.tokenizer.chat
+    if arguments.repeat:  # a text that says the same twice and is about to do so again
+        text = generator.tokenizer.encode(2 * PASSAGE + PASSAGE[:41])
+        return [Request(text, arguments.tokens)]
     ids = [chat([{"role": "user", "content": text}]) for text in prompts(count)]
     return [Request(prompt, arguments.tokens) for prompt in ids]
 
@@ -128,6 +138,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeat", action="store_true", help="one text that repeats itself, in place of chats")
     parser.add_argument("--draft", action="append", default=[])
     parser.add_argument("--draft-tokens", type=int, default=4)
     arguments = parser.parse_args()
