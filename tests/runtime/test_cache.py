@@ -53,7 +53,9 @@ def test_size_in_bytes_counts_keys_and_values_of_all_layers_in_whole_pages():
     assert KVCache(SHAPE, 1, 10, torch.float16).size_bytes == 2 * 2 * 3 * 256 * 4 * 2
 
 
-FORMATS = [None, "fp16", "int8", "q4_0", "k8v4"]
+FORMATS = {None: 1e-4, "fp16": 1e-3, "int8": 1e-2, "q4_0": 0.05, "k8v4": 0.05}
+"""How far logits may be apart where sums in another order round a stored number another way; a wrong key moves them by
+tenths."""
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -85,7 +87,7 @@ def test_texts_side_by_side_get_what_each_gets_alone(family, form, tmp_path):
         sequences = [CacheSequence(pool) for _ in texts]
         together = run(pool, [sequences[index] for index in order], [plans[index][0] for index in order])
         for index, logits in zip(order, together, strict=True):
-            torch.testing.assert_close(logits, alone[index][0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(logits, alone[index][0], rtol=1e-4, atol=FORMATS[form])
         wrong = [torch.randint(5, 320, (4,), generator=random) for _ in order]
         run(pool, [sequences[index] for index in order], wrong)
         for index in order:
@@ -93,7 +95,7 @@ def test_texts_side_by_side_get_what_each_gets_alone(family, form, tmp_path):
         order = [index for index in order if len(plans[index][1])]
         together = run(pool, [sequences[index] for index in order], [plans[index][1] for index in order])
         for index, logits in zip(order, together, strict=True):
-            torch.testing.assert_close(logits, alone[index][1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(logits, alone[index][1], rtol=1e-4, atol=FORMATS[form])
 
 
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Gemma2ForCausalLM", "MistralForCausalLM"])

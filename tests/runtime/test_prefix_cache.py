@@ -12,6 +12,8 @@ from quantkit.runtime.cache_sequence import CacheSequence
 from quantkit.runtime.page_pool import CacheFull, PagePool
 from quantkit.runtime.prefix_cache import PrefixCache
 
+APART = {None: 1e-4, "fp16": 1e-3, "int8": 1e-2, "q4_0": 0.05, "k8v4": 0.05}
+"""How far logits may be apart where sums in another order round a stored number another way."""
 CONFIG = ModelConfig.read(tiny.make_config("LlamaForCausalLM"))
 
 
@@ -58,7 +60,7 @@ def test_turns_of_a_conversation_read_only_what_is_new(model, form, resident):
         expected = read(model, fresh, CacheSequence(fresh), ids)
         sequence = prefixes.open(ids, tokens=len(ids))
         read_tokens.append(len(ids) - sequence.length)
-        assert torch.allclose(read(model, pool, sequence, ids), expected, atol=1e-4)
+        torch.testing.assert_close(read(model, pool, sequence, ids), expected, rtol=1e-4, atol=APART[form])
         prefixes.keep(sequence, ids)
         sequence.close()
         ids = ids + random_ids(100, turn + 1)
