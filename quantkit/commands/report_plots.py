@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 720, 380
-LEFT, RIGHT, TOP, BOTTOM = 70, 20, 16, 52
+LEFT, RIGHT, TOP, BOTTOM = 84, 20, 16, 52
 MARKS = ("circle", "square", "diamond", "triangle")
 COLOURS = 6
 
@@ -181,7 +181,7 @@ def _frame(across: Axis, up: Axis, x: str, y: str, *, whole: bool = False) -> st
 
 
 def _short(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _mark(index: int, x: float, y: float, size: float = 6.0) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.errors import CalibrationError, RequestError, UsageError
@@ -181,5 +182,5 @@ def predictions(models: Sequence[Model], ids: Tensor, first: int) -> Iterator[tu
 
 def negative_log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:
     """float64 `[b, c]` in nats, from logits `[b, c, vocab]` and the ids that followed `[b, c]`."""
-    chosen = logits.gather(-1, targets.to(logits.device)[..., None])[..., 0]
-    return (logits.logsumexp(-1).double() - chosen.double()).cpu()
+    flat = F.cross_entropy(logits.flatten(0, -2), targets.to(logits.device).flatten(), reduction="none")
+    return flat.reshape(targets.shape).double().cpu()
