@@ -66,7 +66,9 @@ def errors_page() -> str:
 
 
 def _tree(error: type) -> list[type]:
-    return [error, *(leaf for child in error.__subclasses__() for leaf in _tree(child))]
+    # Not those that a module has for itself: whether it has been imported must not change the page.
+    children = (child for child in error.__subclasses__() if child.__module__ == errors.__name__)
+    return [error, *(leaf for child in children for leaf in _tree(child))]
 
 
 def map_page() -> str:
