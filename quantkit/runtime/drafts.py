@@ -91,7 +91,8 @@ class _ModelDrafting:
 
     @torch.inference_mode()
     def guess(self, answer: Answer, most: int) -> list[Guess]:
-        ids, guesses = list(answer.ids), []
+        ids = list(answer.ids)
+        guesses: list[Guess] = []
         if max(ids) >= self._draft.model.config.vocab_size:
             return guesses
         for _ in range(min(most, self._draft.count)):
