@@ -30,9 +30,10 @@ from quantkit.commands.measure_check import (
 )
 from quantkit.commands.measure_outline import outline, subject_layouts
 from quantkit.commands.measure_report import MeasureReport
-from quantkit.commands.memory_limit import limited
+from quantkit.commands.memory_limit import limited, tell_excess
 from quantkit.commands.quantize_block import naming
 from quantkit.commands.quantize_job import Subject, choose_placement, open_model, open_subject, require_finite
+from quantkit.commands.quantize_rehearsal import peak_memory
 from quantkit.commands.resumption import facts_of, job_place
 from quantkit.commands.sensitivity import RunBackward, run_backward
 from quantkit.errors import PlanError
@@ -103,6 +104,7 @@ def run(
         )
         save_json(place, {**measurement.as_json(), "made_with": dict(facts)})
         kept.complete()
+    tell_excess(settings.max_memory, peak_memory(), progress)
     return MeasureReport(settings.out, measurement)
 
 

@@ -25,8 +25,8 @@ from quantkit.settings import QuantizeSettings
 SINGLE = 4
 """Bytes of a float32."""
 MIB = 1 << 20
-WORKING_BYTES = 64 * MIB
-"""Compiled kernels, buffers of libraries, and what is freed but not given back."""
+WORKING_BYTES = 224 * MIB
+"""Compiled kernels, buffers of libraries, and what is freed but not given back: what was seen above the rest."""
 
 def within_memory(
     subject: Subject, settings: QuantizeSettings, effort: Effort, hessian_dtype: torch.dtype, progress: Progress
@@ -45,6 +45,12 @@ def within_memory(
         apart = ", linears and their Hessians one by one" if subject.budget.apart else ""
         progress.say(f"memory: batches of {subject.budget.walk_tokens} tokens{apart}")
     return subject
+
+
+def tell_excess(limit: int | None, taken: int, progress: Progress) -> None:
+    """Says so where the process took more than it was allowed after all."""
+    if limit is not None and taken > limit:
+        progress.say(f"note: `--max-memory` was exceeded: {taken // MIB} MiB were taken, {limit // MIB} MiB allowed")
 
 
 def limited(subject: Subject, limit: int | None, *, weighs: bool, hessian_bytes: int = SINGLE) -> Subject:

@@ -20,7 +20,7 @@ from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.effort import choose_effort, choose_hessian_dtype
-from quantkit.commands.memory_limit import within_memory
+from quantkit.commands.memory_limit import tell_excess, within_memory
 from quantkit.commands.quantize_exl2 import check_format, choose_recipe
 from quantkit.commands.quantize_job import (
     QuantizeJob,
@@ -132,6 +132,7 @@ def run(
         results, receipt = put_together(job, kept, writer, changes)
         files = _finish(job, writer, receipt, facts, settings.calibration, made_by)
         kept.complete()
+    tell_excess(settings.max_memory, peak_memory(), progress)
     spent = _spent_since(start)
     damage = None if unseen is None else _measure(subject, settings.out, unseen, progress)
     return QuantizeReport(

@@ -23,6 +23,9 @@ def test_a_table_and_overwrite(tmp_path, capsys) -> None:
     arguments = ["convert", "gguf-to-hf", str(tiny_gguf.write_model(tmp_path / "tiny.gguf").path), str(tmp_path / "out")]
     assert cli.run(arguments) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
+    assert cli.run([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["way"].startswith("finished before")
+    (tmp_path / "out" / "quantkit.json").unlink()
     assert cli.run(arguments) == 10
     assert cli.run([*arguments, "--overwrite"]) == 0
 

@@ -70,6 +70,20 @@ def limited_to(subject, budget):
     return replace(subject, budget=budget)
 
 
+def test_an_excess_is_told() -> None:
+    said: list[str] = []
+
+    class Heard(Silent):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    memory_limit.tell_excess(None, 1 << 40, Heard())
+    memory_limit.tell_excess(2 << 20, 2 << 20, Heard())
+    assert not said
+    memory_limit.tell_excess(2 << 20, 3 << 20, Heard())
+    assert said == ["note: `--max-memory` was exceeded: 3 MiB were taken, 2 MiB allowed"]
+
+
 def test_what_it_is_not_held_over_is_refused(model: Path, tmp_path: Path) -> None:
     for options, word in (({}, "--no-eval"), ({"evaluate": False, "effort": "best"}, "--effort default")):
         with pytest.raises(UsageError) as caught:

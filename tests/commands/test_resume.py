@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_finished_step(model: Path, tmp
 @pytest.mark.proof
 def test_two_hundred_kills(model: Path, quantized: Path, tmp_path: Path) -> None:
     """At every call that changes the disk, and at random moments. The figures are in docs/results/resume.md."""
-    total, lines = 0, []
+    total = 0
     for name, arguments, every, random_kills, again in (
         ("quantize gptq", gptq(model), 3, 30, 0),
         ("quantize exl2", exl2(model), 5, 30, 0),
@@ -129,8 +129,7 @@ def test_two_hundred_kills(model: Path, quantized: Path, tmp_path: Path) -> None
             found = killed(arguments, tmp_path / "work", kills)
             count = require_unharmed(found, again=again)
             total += count
-            lines.append(f"{name}, {kills}: {count} killed of {len(found['runs'])} runs, {found['calls']} calls")
-    print("\n".join(lines))
+            print(f"{name}, {kills}: {count} killed of {len(found['runs'])} runs, {found['calls']} calls", flush=True)
     assert total >= 200
 
 
