@@ -404,7 +404,7 @@ def headers(models: Path) -> Iterator[Case]:
     twice = f'{{"{weight}": {{}}, "{weight}": {{}}}}'.encode()
     yield Case("a tensor named twice", "dense", write(FILE, len(twice).to_bytes(8, "little") + twice), CHAT, (FILE, weight, "twice"))
     yield Case("metadata that is a number", "dense", header(lambda table: {**table, "__metadata__": 3}), CHAT, (FILE, "__metadata__"))
-    half = '{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}'.encode()
+    half = b'{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}'
     yield Case("half a surrogate in a name", "dense", write(FILE, len(half).to_bytes(8, "little") + half), CHAT, (FILE, "Unicode"))
     latin = b'{"\xe9": 1}'
     yield Case("a header that is not UTF-8", "dense", write(FILE, len(latin).to_bytes(8, "little") + latin), CHAT, (FILE, "JSON"))

@@ -201,7 +201,7 @@ def _instrument(atheris: object) -> None:
     """Only this project's own readers report their coverage."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("quantkit.checkpoint", "quantkit.formats", "quantkit.models", "quantkit.runtime.chat")):
-            for key, value in list(vars(module).items()):
+            for value in list(vars(module).values()):
                 if getattr(value, "__module__", "") != name:
                     continue
                 if callable(value) and hasattr(value, "__code__"):

@@ -129,6 +129,7 @@ def _read(name: str, settings: TasksSettings) -> Task:
         raise UsageError("a translation needs `--source` and `--target`", hint="--source en --target de")
     names = dict(_renaming(one) for one in settings.fields)
     path = Path(name)
+    rows: Sequence[Mapping[str, Any]]
     if path.exists() or path.suffix == ".jsonl":
         rows = read_items(path)
     else:
@@ -156,7 +157,7 @@ def read_items(path: Path) -> list[Mapping[str, Any]]:
         ) from error
     except OSError as error:
         raise CalibrationError(f"`{path}` cannot be read: {error.strerror}", hint="give a `.jsonl` of items") from error
-    rows = []
+    rows: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -235,8 +235,8 @@ def _depth(reference: Checkpoint, candidate: Checkpoint, settings: ReportSetting
     placement = Placement.choose(settings.device, settings.dtype)
     tokenizer = Tokenizer.open(reference.path)
     text = ReadText.read(settings.text, tokenizer, reference.model_config.context)
-    models = [load_model(each, placement.device, placement.dtype) for each in (reference, candidate)]
-    return depth_errors(*models, text.windows[:1, :DEPTH_WINDOW])
+    original, other = (load_model(each, placement.device, placement.dtype) for each in (reference, candidate))
+    return depth_errors(original, other, text.windows[:1, :DEPTH_WINDOW])
 
 
 def _facts(checkpoint: Checkpoint, name: str, label: str) -> ModelFacts:

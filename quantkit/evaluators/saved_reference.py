@@ -125,9 +125,9 @@ class SavedReference:
             ids += 1 << 15
         self_kl = float(about.pop("self_kl"))
         del about["format"]
-        names = ("codes", "range", "rest", "loss")
+        codes, ends, rest, loss = (tensors[name] for name in ("codes", "range", "rest", "loss"))
         windows = tensors["windows"].to(torch.int64)
-        return cls(windows, first, vocab, top, ids, *(tensors[name] for name in names), self_kl, about)
+        return cls(windows, first, vocab, top, ids, codes, ends, rest, loss, self_kl, about)
 
 
 def entries_for(vocab: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
@@ -63,7 +63,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.filters = {name: self._bounded(self.filters[name], name) for name in FILTERS}
         self.filters |= {"_counted": self._counted, "_joined": self._joined, "_seen": self._seen}
-        self.tests = {name: self._bounded(test, name) for name, test in self.tests.items()}
+        self.tests = {name: self._bounded(cast(Callable[..., Any], test), name) for name, test in self.tests.items()}
         self.globals = {name: self.globals[name] for name in GLOBALS}
         self.globals["range"] = self._range
         self.globals["raise_exception"] = _refuse
@@ -223,7 +223,7 @@ class _Priced(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - the name in jinja2
         self.generic_visit(node)
-        node.iter = _filtered("_counted", node.iter)
+        node.iter = _filtered("_counted", cast(nodes.Expr, node.iter))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802

@@ -61,16 +61,16 @@ class Kept:
 
 
 class Span(NamedTuple):
-    """`count` neighbouring positions of one tier from `start` on; the first is number `offset` of those asked about."""
+    """`length` neighbouring positions of one tier from `start` on; the first is number `offset` of those asked about."""
 
     tier: PageStore
     start: int
-    count: int
+    length: int
     offset: int
 
     def meets(self, other: "Span") -> bool:
         """Whether `other` begins where this one ends."""
-        ends = (self.start + self.count, self.offset + self.count)
+        ends = (self.start + self.length, self.offset + self.length)
         return self.tier is other.tier and ends == (other.start, other.offset)
 
 
@@ -207,7 +207,7 @@ class PagePool:
     def write(self, layer: int, keys: Rows, values: Rows, spans: Many[Span]) -> None:
         """The one way into the cache: rows of consecutive positions, to all the `places` that these have."""
         for span in spans:
-            part = (span.offset, span.count)
+            part = (span.offset, span.length)
             span.tier.put(layer, span.start, keys.cut(*part), values.cut(*part))
 
     def read(self, layer: int, spans: Many[Span], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -218,10 +218,10 @@ class PagePool:
         assert spans
         parts = []
         for span in spans:
-            keys, values = span.tier.get(layer, span.start, span.count)
+            keys, values = span.tier.get(layer, span.start, span.length)
             if span.tier is self._host:
                 keys, values = keys.to(self.device), values.to(self.device)
-                self.pages_streamed += -(-(span.start % PAGE + span.count) // PAGE)
+                self.pages_streamed += -(-(span.start % PAGE + span.length) // PAGE)
             parts.append((keys, values))
         if len(parts) > 1:
             keys, values = (Rows.join(side) for side in zip(*parts, strict=True))
@@ -247,7 +247,7 @@ class PagePool:
                 span = Span(tier, place * PAGE + row, count, position - start)
                 if spans and spans[-1].meets(span):
                     before = spans.pop()
-                    span = before._replace(count=before.count + count)
+                    span = before._replace(length=before.length + count)
                 spans.append(span)
             position += count
         return spans
