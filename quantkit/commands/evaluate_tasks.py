@@ -131,7 +131,7 @@ def _read(name: str, settings: TasksSettings) -> Task:
     path = Path(name)
     rows: Sequence[Mapping[str, Any]]
     if path.exists() or path.suffix == ".jsonl":
-        rows = read_items(path)
+        rows: Sequence[Mapping[str, Any]] = read_items(path)
     else:
         wanted = None if settings.limit is None else settings.limit + settings.shots
         rows = read_rows(name, settings.split, wanted)

@@ -127,7 +127,8 @@ class SavedReference:
         del about["format"]
         codes, ends, rest, loss = (tensors[name] for name in ("codes", "range", "rest", "loss"))
         windows = tensors["windows"].to(torch.int64)
-        return cls(windows, first, vocab, top, ids, codes, ends, rest, loss, self_kl, about)
+        codes, widest, rest, loss = (tensors[name] for name in ("codes", "range", "rest", "loss"))
+        return cls(windows, first, vocab, top, ids, codes, widest, rest, loss, self_kl, about)
 
 
 def entries_for(vocab: int) -> tuple[int, int]:
