@@ -125,7 +125,6 @@ class SavedReference:
             ids += 1 << 15
         self_kl = float(about.pop("self_kl"))
         del about["format"]
-        codes, ends, rest, loss = (tensors[name] for name in ("codes", "range", "rest", "loss"))
         windows = tensors["windows"].to(torch.int64)
         codes, widest, rest, loss = (tensors[name] for name in ("codes", "range", "rest", "loss"))
         return cls(windows, first, vocab, top, ids, codes, widest, rest, loss, self_kl, about)
