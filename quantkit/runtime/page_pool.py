@@ -61,7 +61,7 @@ class Kept:
 
 
 class Span(NamedTuple):
-    """`length` neighbouring positions of one tier from `start` on; the first is number `offset` of those asked about."""
+    """`length` neighbouring positions of one tier from `start` on; the first is number `offset` of those asked for."""
 
     tier: PageStore
     start: int
