@@ -158,6 +158,10 @@ class Recorder:
         """Logits `[b, c, vocab]` of the windows from `row` on, predictions from `start` on, with what follows."""
         likely = logits.cpu().double().log_softmax(-1)
         best = likely.topk(self.top).indices
+        # Of equals, of which low precision makes many, the lowest id comes first, as everywhere else.
+        choice = likely.argmax(-1, keepdim=True)
+        best = torch.where(best == choice, best[..., :1], best)
+        best[..., :1] = choice
         rest = likely.exp().scatter(-1, best, 0.0)
         mass = rest.sum(-1)
         kept = best
