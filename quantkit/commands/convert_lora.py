@@ -8,11 +8,13 @@ import time
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.adapter import open_weighted
+from quantkit.checkpoint.adapter import Adapter, open_weighted
 from quantkit.checkpoint.merged import Weighted, added, require_fit
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.convert_folder import open_source, rewriting
 from quantkit.commands.convert_report import ConvertReport
-from quantkit.errors import FormatError, UsageError
+from quantkit.errors import CheckpointError, FormatError, UsageError
+from quantkit.models.architecture import EMBEDDING
 from quantkit.progress import Progress
 from quantkit.settings import ConvertSettings
 
@@ -33,6 +35,7 @@ def merge_lora(settings: ConvertSettings, progress: Progress) -> ConvertReport:
     for adapter, weight in adapters:
         shapes = {name: source.info(name).shape for name in adapter.targets if source.has(name)}
         require_fit(adapter, weight, shapes, source.path)
+        _require_places(adapter, source)
     merged, largest, replaced = 0, 0.0, 0
     with (
         rewriting(source, settings.out, overwrite=settings.overwrite) as new,
@@ -66,6 +69,20 @@ def merge_lora(settings: ConvertSettings, progress: Progress) -> ConvertReport:
         },
         remarks=tuple(note for adapter, _ in adapters for note in adapter.notes),
     )
+
+
+def _require_places(adapter: Adapter, source: Checkpoint) -> None:
+    """What the files have no tensor of its own for would be left out in silence, or change more than it should."""
+    for name in sorted(set(adapter.targets) - set(source.names())):
+        raise CheckpointError(
+            f"`{adapter.path}` adapts `{name}`, which goes by another name in the files of `{source.path}`",
+            hint="apply it while the model runs: `quantkit generate MODEL --lora ADAPTER`",
+        )
+    if source.config.get("tie_word_embeddings") and f"{EMBEDDING}.weight" in adapter.targets:
+        raise CheckpointError(
+            f"`{adapter.path}` adapts `{EMBEDDING}.weight`, which is the head of `{source.path}` as well",
+            hint="merge it with the library that it was trained with",
+        )
 
 
 def _merged(name: str, before: Tensor, adapters: Weighted) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_lora import write_adapter
 
 import quantkit
@@ -183,3 +183,30 @@ def test_exl2_to_gptq(model: Path, tmp_path: Path) -> None:
     left, right = quantkit.load(tmp_path / "exl2")(ids), quantkit.load(tmp_path / "gptq")(ids)
     assert float((left - right).abs().mean()) < 0.02 * float(left.std())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exl2", "gptq", "model"]
+
+
+def test_adapters_of_what_the_files_call_by_another_name_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", "MixtralForCausalLM")
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    for there, here in ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")):
+        tensors = {name.replace(there, here): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file, {"format": "pt"})
+    name = "model.layers.0.block_sparse_moe.experts.0.w1"
+    outputs, inputs = tensors["model.layers.0.mlp.experts.0.gate_proj.weight"].shape
+    write_adapter(tmp_path / "a", {name: (outputs, inputs, 8)})
+    with pytest.raises(CheckpointError, match="another name|not in"):
+        convert("merge-lora", source, tmp_path / "out", adapters=(str(tmp_path / "a"),))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_a_tied_embedding_would_change_the_head(tmp_path: Path) -> None:
+    source = tiny.write_model(tmp_path / "model", tie_word_embeddings=True)
+    vocab, hidden = load_file(source / "model.safetensors")["model.embed_tokens.weight"].shape
+    extra = {
+        "base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(8, vocab),
+        "base_model.model.model.embed_tokens.lora_embedding_B": torch.ones(hidden, 8),
+    }
+    write_adapter(tmp_path / "a", {}, extra=extra)
+    with pytest.raises(CheckpointError, match="which is the head"):
+        convert("merge-lora", source, tmp_path / "out", adapters=(str(tmp_path / "a"),))
