@@ -195,7 +195,7 @@ def test_adapters_of_what_the_files_call_by_another_name_are_not_left_out_in_sil
     name = "model.layers.0.block_sparse_moe.experts.0.w1"
     outputs, inputs = tensors["model.layers.0.mlp.experts.0.gate_proj.weight"].shape
     write_adapter(tmp_path / "a", {name: (outputs, inputs, 8)})
-    with pytest.raises(CheckpointError, match="another name|not in"):
+    with pytest.raises(CheckpointError, match=r"another name|not in"):
         convert("merge-lora", source, tmp_path / "out", adapters=(str(tmp_path / "a"),))
     assert not (tmp_path / "out").exists()
 
