@@ -86,7 +86,7 @@ def run(
     place = Path(os.path.realpath(settings.out))
     with Job(job_place(settings.job, place, checkpoint.path)) as kept:
         subject = open_subject(checkpoint, settings, placement)
-        subject = limited(subject, settings.max_memory, weighs=True)
+        subject = limited(subject, settings.max_memory, weighs=True, measures=True)
         model = identify(checkpoint.original, kept.hints.get("model"))
         facts = facts_of("measure", settings, subject, model)
         if place.exists():

@@ -76,7 +76,7 @@ def foresee(settings: MeasureSettings, progress: Progress) -> MeasureOutlook:
     require_place(settings.out)
     place = Path(os.path.realpath(settings.out))
     subject = open_subject(checkpoint, settings, choose_placement(settings.device, settings.dtype))
-    subject = limited(subject, settings.max_memory, weighs=True)
+    subject = limited(subject, settings.max_memory, weighs=True, measures=True)
     planned = outline(subject)
     choice = QuantizeSettings(settings.model, settings.out, format="exl2", bpw=MIDDLE_BPW)
     job = prepare(subject, guess(choice, planned), strict=False)

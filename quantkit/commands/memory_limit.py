@@ -28,6 +28,7 @@ MIB = 1 << 20
 WORKING_BYTES = 224 * MIB
 """Compiled kernels, buffers of libraries, and what is freed but not given back: what was seen above the rest."""
 
+
 def within_memory(
     subject: Subject, settings: QuantizeSettings, effort: Effort, hessian_dtype: torch.dtype, progress: Progress
 ) -> Subject:
@@ -39,8 +40,14 @@ def within_memory(
         raise UsageError("`--max-memory` does not hold for tuning", hint="use `--effort default` with it")
     if settings.evaluate:
         raise UsageError("`--max-memory` does not hold for the comparison at the end", hint="add `--no-eval`")
-    weighs = effort.weighs or (settings.format == "exl2" and settings.plan is None and settings.measurement is None)
-    subject = limited(subject, settings.max_memory, weighs=weighs, hessian_bytes=hessian_dtype.itemsize)
+    measures = settings.format == "exl2" and settings.plan is None and settings.measurement is None
+    subject = limited(
+        subject,
+        settings.max_memory,
+        weighs=effort.weighs or measures,
+        measures=measures,
+        hessian_bytes=hessian_dtype.itemsize,
+    )
     if subject.budget != DEFAULT:
         apart = ", linears and their Hessians one by one" if subject.budget.apart else ""
         progress.say(f"memory: batches of {subject.budget.walk_tokens} tokens{apart}")
@@ -53,9 +60,12 @@ def tell_excess(limit: int | None, taken: int, progress: Progress) -> None:
         progress.say(f"note: `--max-memory` was exceeded: {taken // MIB} MiB were taken, {limit // MIB} MiB allowed")
 
 
-def limited(subject: Subject, limit: int | None, *, weighs: bool, hessian_bytes: int = SINGLE) -> Subject:
+def limited(
+    subject: Subject, limit: int | None, *, weighs: bool, measures: bool = False, hessian_bytes: int = SINGLE
+) -> Subject:
     """The subject with the roomiest budget that stays below `limit` bytes.
 
+    measures       layouts are judged, each stage by a second Hessian
     hessian_bytes  of a number of a Hessian
     Raises CalibrationError, with the least change that helps, where none does.
     """
@@ -64,7 +74,9 @@ def limited(subject: Subject, limit: int | None, *, weighs: bool, hessian_bytes:
     before = resident()
     needs = 0
     for budget in budgets(subject):
-        needs = before + peak(replace(subject, budget=budget), weighs=weighs, hessian_bytes=hessian_bytes)
+        needs = before + peak(
+            replace(subject, budget=budget), weighs=weighs, measures=measures, hessian_bytes=hessian_bytes
+        )
         if needs <= limit:
             return replace(subject, budget=budget)
     shorter = subject.rows.shape[1] // 2 if subject.rows.numel() else 0
@@ -92,12 +104,12 @@ def budgets(subject: Subject) -> Iterator[Budget]:
         )
 
 
-def peak(subject: Subject, *, weighs: bool, hessian_bytes: int = SINGLE) -> int:
+def peak(subject: Subject, *, weighs: bool, measures: bool = False, hessian_bytes: int = SINGLE) -> int:
     """What the work takes above what the process has, at its worst moment."""
     blocks = {tuple(_shapes(stages)): stages for stages in _blocks(subject)}
     moments = [_ends(subject, weighs=weighs)]
     for stages in blocks.values():
-        moments += _solving(subject, stages, hessian_bytes)
+        moments += _solving(subject, stages, hessian_bytes, 1 + measures)
         if weighs:
             moments.append(_backward(subject, stages))
     return max(moments) + WORKING_BYTES
@@ -124,8 +136,10 @@ def _size(spec: LinearSpec) -> int:
     return spec.in_features * spec.out_features
 
 
-def _solving(subject: Subject, stages: Sequence[Sequence[LinearSpec]], hessian_bytes: int) -> Iterator[int]:
-    """Gathering the Hessians of a pass, then factoring and solving each of its stages."""
+def _solving(
+    subject: Subject, stages: Sequence[Sequence[LinearSpec]], hessian_bytes: int, copies: int
+) -> Iterator[int]:
+    """Gathering the Hessians of a pass, `copies` for each stage, then factoring and solving each of its stages."""
     budget, block = subject.budget, _weights(stages, subject)
     width = subject.config.hidden_size
     widest = max(spec.out_features for stage in stages for spec in stage)
@@ -134,17 +148,18 @@ def _solving(subject: Subject, stages: Sequence[Sequence[LinearSpec]], hessian_b
     if not subject.rows.numel():
         yield block + 5 * SINGLE * max(_size(spec) for stage in stages for spec in stage)
         return
-    for part in _passes(stages, budget.hessian_bytes, hessian_bytes):
-        held = sum(_hessian(stage, hessian_bytes) for stage in part)
+    for part in _passes(stages, budget.hessian_bytes, copies * hessian_bytes):
+        held = sum(_hessian(stage, copies * hessian_bytes) for stage in part)
         yield block + activations + held
         for stage in part:
-            rest, features = held - _hessian(stage, hessian_bytes), stage[0].in_features
+            rest, features = held - _hessian(stage, copies * hessian_bytes), stage[0].in_features
             square = features * features
-            yield block + rest + 3 * square * hessian_bytes
+            judge = square * hessian_bytes * (copies - 1)
+            yield block + rest + judge + 3 * square * hessian_bytes
             sizes = [_size(spec) for spec in stage]
             side_by_side = max(sizes) if budget.apart else sum(sizes)
             outputs = SINGLE * CHUNK_OUTPUTS * (max if budget.apart else sum)(spec.out_features for spec in stage)
-            yield block + rest + square * SINGLE + 5 * SINGLE * side_by_side + 2 * outputs
+            yield block + rest + judge + square * SINGLE + 5 * SINGLE * side_by_side + 2 * outputs
             held = rest
 
 

@@ -54,6 +54,9 @@ def test_the_roomiest_budget_that_fits_is_taken(model: Path, monkeypatch: pytest
     subject = open_subject(open_checkpoint(model), settings, choose_placement("cpu", "fp32"))
     monkeypatch.setattr(memory_limit, "resident", lambda: 1000)
     needs = {budget: 1000 + peak(limited_to(subject, budget), weighs=True) for budget in budgets(subject)}
+    usual = next(iter(needs))
+    judged = peak(limited_to(subject, usual), weighs=False, measures=True) - peak(limited_to(subject, usual), weighs=False)
+    assert judged > 0, "layouts are judged by Hessians of their own"
     assert list(needs.values()) == sorted(needs.values(), reverse=True) and next(iter(needs)) == DEFAULT
     assert limited(subject, None, weighs=True) is subject
     for limit in (max(needs.values()), min(needs.values())):
