@@ -57,9 +57,14 @@ class CacheSequence:
         """Forget all positions from `length` on. Pages stay with the sequence."""
         if not 0 <= length <= self.length:
             raise ValueError(f"a sequence of {self.length} positions cannot be cut to {length}")
-        if length and any(page is None for page in self.pages[self._first_seen(length) // PAGE : length // PAGE]):
+        if not self.can_cut(length):
             raise ValueError(f"positions before {length} that its window sees were dropped")
         self.length = length
+
+    def can_cut(self, length: int) -> bool:
+        """Whether what a query at `length` sees is still there; at 0 there is nothing to see."""
+        seen = self.pages[self._first_seen(length) // PAGE : -(-length // PAGE)]
+        return all(page is not None for page in seen)
 
     def close(self) -> None:
         """Give all pages back."""

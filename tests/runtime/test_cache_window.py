@@ -93,3 +93,11 @@ def test_what_was_dropped_cannot_be_gone_back_to():
     sequence.prepare(10)
     sequence.close()
     assert pool.free_pages == 6
+    pool = PagePool(config, 6, cache_format(None, config.head_dim, torch.float32), window=16)
+    sequence = CacheSequence(pool)
+    for end in (783, 784):
+        sequence.prepare(end - sequence.length)
+        sequence.length = end
+    assert sequence.can_cut(783) and not sequence.can_cut(768) and not sequence.can_cut(767)
+    with pytest.raises(ValueError, match="positions before 767 that its window sees were dropped"):
+        sequence.truncate(767)
