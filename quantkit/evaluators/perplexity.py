@@ -138,7 +138,7 @@ def score(
     Raises GateError when logits are not finite.
     """
     groups = [(windows, first)]
-    if later is not None and later != first:
+    if later is not None and later != first and len(windows) > 1:
         groups = [(windows[:1], first), (windows[1:], later)]
     # Filled in place: small results kept between large pieces would keep the allocator from using the gaps again.
     losses = [torch.empty(len(part), part.shape[1] - at, dtype=torch.float64) for part, at in groups]

@@ -79,6 +79,11 @@ def test_with_a_stride_every_token_is_scored_once(model, stride):
     assert found.tokens == covered and found.predictions == covered - (len(windows) if stride == 10 else 1)
 
 
+def test_with_a_stride_a_text_of_one_window_is_scored_whole(model):
+    windows = windows_of(1, 10)
+    assert score(model, windows, first=1, later=7) == score(model, windows)
+
+
 @pytest.mark.parametrize("stride", [0, 11])
 def test_a_stride_that_leaves_gaps_is_refused(stride):
     with pytest.raises(UsageError, match=f"`--stride` is {stride}"):
