@@ -56,7 +56,7 @@ class Talk:
     way       how tokens were chosen, a key of `WAYS`
     found     whether its first answer has what the prompt looks for; None where it looks for nothing
     diverges  the first token that the reference has otherwise, in greedy conversations beside one; None where none
-    kl        mean KL from the reference over the reference's conversation
+    kl        mean KL from the reference over the reference's conversation; None where the reference said nothing
     """
 
     prompt: Prompt
@@ -159,16 +159,20 @@ def probe(
             beside.append(_beside(model, talk, original, other, cache) if talk.way == "greedy" else talk)
             task.advance()
     excess = mean([talk.symptoms.loop_rate for talk in talks]) - mean([talk.symptoms.loop_rate for talk in theirs])
-    kl = mean([talk.kl for talk in beside if talk.kl is not None])
-    return FormatResult(label, tuple(beside), pages, judge_beside(talks, theirs, kl, limits), excess, kl)
+    values = [talk.kl for talk in beside if talk.kl is not None]
+    kl = mean(values) if values else None
+    findings = judge_beside(talks, theirs, kl, limits)
+    return FormatResult(label, tuple(beside), pages, findings, excess, kl)
 
 
 def _beside(model: Model, talk: Talk, original: Model, other: Talk, cache: CacheChoice) -> Talk:
     """A greedy talk with what the reference says of it."""
     mine, theirs = ([index for answer in one.conversation.answers for index in answer.ids] for one in (talk, other))
     vocab = min(original.config.vocab_size, model.config.vocab_size)
-    right, ours = read_whole(original, other.conversation), read_again(model, other.conversation, cache)
-    kl = divergences(right[:, :vocab], ours[:, :vocab])
+    kl = None
+    if any(other.conversation.answered):  # else the reference has nothing to say of this talk
+        right, ours = read_whole(original, other.conversation), read_again(model, other.conversation, cache)
+        kl = float(divergences(right[:, :vocab], ours[:, :vocab]).mean())
     return Talk(
         talk.prompt,
         talk.way,
@@ -176,7 +180,7 @@ def _beside(model: Model, talk: Talk, original: Model, other: Talk, cache: Cache
         talk.symptoms,
         talk.found,
         divergence_point(mine, theirs),
-        float(kl.mean()),
+        kl,
     )
 
 
@@ -203,9 +207,9 @@ def judge_alone(talks: Sequence[Talk], limits: Limits = LIMITS) -> tuple[str, ..
 
 
 def judge_beside(
-    talks: Sequence[Talk], theirs: Sequence[Talk], kl: float, limits: Limits = LIMITS
+    talks: Sequence[Talk], theirs: Sequence[Talk], kl: float | None, limits: Limits = LIMITS
 ) -> tuple[str, ...]:
-    """What is too much above the reference, over all prompts."""
+    """What is too much above the reference, over all prompts; `kl` is None where there is none."""
     findings = []
     for name in ("loop_rate", "stutter_rate"):
         mine, other = (mean([getattr(talk.symptoms, name) for talk in each]) for each in (talks, theirs))
@@ -214,7 +218,7 @@ def judge_beside(
                 f"{name.replace('_', ' ')} {mine:.0%} against {other:.0%} of the reference, at most "
                 f"{limits.excess:.0%} more is healthy"
             )
-    if kl > limits.kl:
+    if kl is not None and kl > limits.kl:
         findings.append(f"KL {kl:.2f} nats over the reference's answers, at most {limits.kl} is healthy")
     words = ("long answers end too early", "short answers never end")
     each_limit = (limits.early, limits.missing)

@@ -81,6 +81,24 @@ def test_a_model_beside_itself_neither_diverges_nor_exceeds(model, frame):
     assert found.label == "fp32" and found.ran and found.findings == ()
 
 
+class Mute:
+    """A frame of whose tokenizer every token ends an answer."""
+
+    def __init__(self, frame):
+        self.tokenizer = SimpleNamespace(eos_ids=range(320), decode=frame.tokenizer.decode)
+        self.begin, self.go_on = frame.begin, frame.go_on
+
+
+def test_a_reference_that_says_nothing_has_no_divergence(model, frame):
+    mute, _ = talk_all(model, Mute(frame), PROMPTS, CacheChoice(), tokens=8)
+    assert not any(any(one.conversation.answered) for one in mute)
+    found = probe(model, frame, PROMPTS, CacheChoice(), reference=(model, mute), tokens=8)
+    assert found.kl is None and all(one.kl is None for one in found.talks)
+    said, _ = talk_all(model, frame, PROMPTS, CacheChoice(), tokens=8)
+    some = probe(model, frame, PROMPTS, CacheChoice(), reference=(model, [mute[0], *said[1:]]), tokens=8)
+    assert [one.kl is None for one in some.talks] == [True, False, True, True] and some.kl < 1e-6
+
+
 def test_values_lost_in_every_second_append_are_found_in_every_format(model, frame, monkeypatch):
     """The planted fault shows beside a reference that was read without it, and the healthy formats do not."""
     theirs, _ = talk_all(model, frame, PROMPTS, CacheChoice(), tokens=40)
