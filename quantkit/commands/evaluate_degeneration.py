@@ -7,7 +7,7 @@ from typing import Any
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.errors import CheckpointError, GateError, RequestError
 from quantkit.evaluators.conversation import CacheChoice, Frame, Prompt, bundled_prompts, most_positions
-from quantkit.evaluators.probe import LIMITS, FormatResult, Talk, mean, probe, talk_all
+from quantkit.evaluators.probe import LIMITS, FormatResult, Talk, mean, probe, talk_all, tells_alone
 from quantkit.progress import Progress
 from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.load import load_model
@@ -30,9 +30,9 @@ class DegenerationReport:
 
     @property
     def verdict(self) -> str:
-        """`degenerate` when one format is, `not run` when none ran, else `healthy`."""
+        """`degenerate` when one format is, else `not run` when one did not run, else `healthy`."""
         verdicts = {result.verdict for result in self.formats}
-        return next(word for word in ("degenerate", "healthy", "not run") if word in verdicts)
+        return next(word for word in ("degenerate", "not run", "healthy") if word in verdicts)
 
     @property
     def exit_code(self) -> int:
@@ -73,9 +73,9 @@ class DegenerationReport:
     def facts(self) -> list[list[str]]:
         """Why, and what defines the figures."""
         findings = [
-            [f"cache {result.label}", finding]
+            [f"cache {result.label}", reason]
             for result in self.formats
-            for finding in (result.findings if result.ran else ("not run: all positions stayed resident",))
+            for reason in result.reasons
         ]
         judged = (
             "beside the reference, on all prompts"
@@ -154,7 +154,7 @@ def _talk_json(label: str, talk: Talk) -> dict[str, Any]:
         "prompt": talk.prompt.name,
         "kind": talk.prompt.kind,
         "way": talk.way,
-        "judged_alone": talk.prompt.alone and talk.way == "sampled",
+        "judged_alone": tells_alone(talk),
         "tokens": found.tokens,
         "answers": len(talk.conversation.answers),
         "loop_rate": found.loop_rate,

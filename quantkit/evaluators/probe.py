@@ -78,6 +78,8 @@ class FormatResult:
 
     streamed  pages that went between the tiers of the cache; None where all positions are resident
     findings  what is too much, in words; none in a healthy one
+    judged    False where there was nothing to judge by: no prompt that tells something alone, or no answer of the
+              reference
     ran       False where a resident window was asked for and nothing had to be streamed
     """
 
@@ -87,6 +89,7 @@ class FormatResult:
     findings: tuple[str, ...]
     loop_excess: float | None = None
     kl: float | None = None
+    judged: bool = True
 
     @property
     def ran(self) -> bool:
@@ -94,7 +97,17 @@ class FormatResult:
 
     @property
     def verdict(self) -> str:
-        return "not run" if not self.ran else "degenerate" if self.findings else "healthy"
+        if self.ran and self.findings:
+            return "degenerate"
+        return "healthy" if self.ran and self.judged else "not run"
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the verdict is not `healthy`, in words."""
+        if not self.ran:
+            return ("not run: all positions stayed resident",)
+        nothing = "nothing to judge by: no prompt fits that tells something alone, or the reference says nothing"
+        return (*self.findings, *(() if self.judged else (nothing,)))
 
     @property
     def loop_rate(self) -> float:
@@ -151,7 +164,8 @@ def probe(
     talks, streamed = talk_all(model, frame, prompts, cache, progress, seed=seed, tokens=tokens)
     label, pages = cache.label(model), streamed if cache.resident else None
     if reference is None:
-        return FormatResult(label, tuple(talks), pages, judge_alone(talks, limits))
+        judged = any(tells_alone(talk) for talk in talks)
+        return FormatResult(label, tuple(talks), pages, judge_alone(talks, limits), judged=judged)
     original, theirs = reference
     beside = []
     with (progress or Silent()).task("reading the reference's answers", total=len(talks)) as task:
@@ -162,7 +176,7 @@ def probe(
     values = [talk.kl for talk in beside if talk.kl is not None]
     kl = mean(values) if values else None
     findings = judge_beside(talks, theirs, kl, limits)
-    return FormatResult(label, tuple(beside), pages, findings, excess, kl)
+    return FormatResult(label, tuple(beside), pages, findings, excess, kl, judged=kl is not None)
 
 
 def _beside(model: Model, talk: Talk, original: Model, other: Talk, cache: CacheChoice) -> Talk:
@@ -184,9 +198,14 @@ def _beside(model: Model, talk: Talk, original: Model, other: Talk, cache: Cache
     )
 
 
+def tells_alone(talk: Talk) -> bool:
+    """Whether a talk tells something without a reference."""
+    return talk.prompt.alone and talk.way == "sampled"
+
+
 def judge_alone(talks: Sequence[Talk], limits: Limits = LIMITS) -> tuple[str, ...]:
     """What is too much in a model's own talks. Short answers must end whatever the prompt and the way."""
-    judged = [talk.symptoms for talk in talks if talk.prompt.alone and talk.way == "sampled"]
+    judged = [talk.symptoms for talk in talks if tells_alone(talk)]
     looping = mean([found.loop_rate > LOOPING for found in judged])
     stutter = mean([found.stutter_rate for found in judged])
     entropy = mean([found.entropy for found in judged])

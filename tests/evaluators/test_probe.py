@@ -71,6 +71,14 @@ def test_verdicts():
     assert FormatResult("int8", (talk(),), None, ("x",)).verdict == "degenerate"
     assert FormatResult("int8", (talk(),), 0, ()).verdict == "not run"
     assert FormatResult("int8", (talk(),), 3, ()).verdict == "healthy"
+    assert FormatResult("int8", (talk(),), None, ("x",), judged=False).verdict == "degenerate"
+
+
+def test_prompts_that_tell_nothing_alone_make_no_model_healthy(model, frame):
+    found = probe(model, frame, PROMPTS[1:], CacheChoice(), tokens=8)
+    assert found.findings == () and found.verdict == "not run" and "nothing to judge by" in found.reasons[0]
+    theirs, _ = talk_all(model, Mute(frame), PROMPTS, CacheChoice(), tokens=8)
+    assert probe(model, Mute(frame), PROMPTS, CacheChoice(), reference=(model, theirs), tokens=8).verdict == "not run"
 
 
 def test_a_model_beside_itself_neither_diverges_nor_exceeds(model, frame):
