@@ -66,6 +66,21 @@ class CacheSequence:
         seen = self.pages[self._first_seen(length) // PAGE : -(-length // PAGE)]
         return all(page is not None for page in seen)
 
+    def restart(self) -> None:
+        """Forget all positions, to read the text again. Pages that it alone has stay with it; of the others, which
+        would have to be copied to be written, it takes new ones as far as there are any."""
+        self.length = 0
+        for index in self._settled:
+            page = self.pages[index]
+            assert page is not None
+            self.pool.unsettle(page)
+        self._settled.clear()
+        shared = [index for index, page in enumerate(self.pages) if page is not None and page.users > 1]
+        for index in shared:
+            self._forget(index)
+        self.pages = [page for page in self.pages if page is not None]
+        self.pages += self.pool.take(min(len(shared), self.pool.free_pages))
+
     def close(self) -> None:
         """Give all pages back."""
         self.truncate(0)

@@ -41,11 +41,27 @@ class Running:
         """Tokens of the text that the cache does not have yet; what is chosen next needs them all."""
         return len(self.answer.ids) - min(self.sequence.length, len(self.answer.ids) - 1)
 
+    def cut(self) -> None:
+        """Take back what the cache has beyond the text: guesses that did not stand, and tokens that the answer took
+        back. Where a window has dropped what is seen from there, the text is to be read again from its beginning."""
+        length = min(self.sequence.length, len(self.answer.ids) - 1)
+        if self.sequence.can_cut(length):
+            self.sequence.truncate(length)
+        else:
+            self.sequence.restart()
+
+    def align(self, model: Model) -> None:
+        """Leave in the cache what is of use for what comes next, before anyone counts what is `lacking`."""
+        self.cut()
+        length, sequence = len(self.answer.ids), self.sequence
+        known = max(sequence.length, sequence.known) if sequence.length else 0
+        if model.must_restart(known, length) or model.must_restart(length, known):  # a ban may go back over the change
+            sequence.restart()
+
     def feed(self, model: Model, most: int) -> list[int]:
         """The tokens of the next pass, at most so many."""
+        self.align(model)
         ids, sequence = self.answer.ids, self.sequence
-        restart = model.must_restart(sequence.length, len(ids))
-        sequence.truncate(0 if restart else min(sequence.length, len(ids) - 1))
         sequence.known = len(ids)
         tokens = ids[sequence.length : sequence.length + most]
         self._complete = sequence.length + len(tokens) == len(ids)

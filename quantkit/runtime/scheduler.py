@@ -52,7 +52,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Served:
     """A finished request. `waited_seconds` is from its arrival to its first pages, `preemptions` how often it lost
-    them, `shared_tokens` what other requests had read for it."""
+    them, `shared_tokens` what other requests had read of its prompt before."""
 
     completion: Completion
     waited_seconds: float
@@ -135,6 +135,8 @@ class Scheduler:
     def step(self) -> list[tuple[int, Delta]]:
         """One pass, or one for each set of adapters; what came of it."""
         self._admit()
+        for entry in self._running:
+            entry.running.align(self.generator.model)
         parts = self._make_room(self._choose())
         start = time.perf_counter()
         came: list[tuple[int, Delta]] = []
@@ -181,8 +183,8 @@ class Scheduler:
             sequence.close()
             return False
         running.sequence = sequence
-        entry.shared_tokens += sequence.length
         if entry.admitted is None:
+            entry.shared_tokens = sequence.length
             entry.admitted = time.perf_counter()
             running.drafting = self.generator.drafting(entry.capacity)
         self._running.append(entry)
@@ -229,6 +231,8 @@ class Scheduler:
         """The same without those who had to give their pages back: the youngest, until the rest has enough."""
         while sum(entry.running.sequence.lacking(most) for entry, most in parts) > self.pool.free_pages:
             if len(self._running) == 1:
+                if self.prefixes is not None and self.prefixes.invalidate(everything=True):
+                    continue  # pages of its own that were kept for others would have to be copied
                 raise CacheFull(
                     f"one request alone needs more than the {self.pool.capacity} positions of the cache",
                     hint=f"--cache-tokens {self._running[0].capacity}",
@@ -263,11 +267,10 @@ class Scheduler:
         """Let others have what it has read: once its prompt is read, and when it gives its pages back."""
         if self.prefixes is not None:
             answer, entry.kept = entry.running.answer, True
+            entry.running.cut()  # no one may find positions under other tokens than those that were read there
             self.prefixes.keep(entry.running.sequence, answer.ids, answer.request.adapters.key)
 
     def _close(self, entry: _Entry) -> None:
-        sequence, ids = entry.running.sequence, entry.running.answer.ids
-        sequence.truncate(min(sequence.length, len(ids) - 1))  # guesses that did not stand
         self._share(entry)
-        sequence.close()
+        entry.running.sequence.close()
         entry.kept = False

@@ -8,6 +8,7 @@ from tiny_lora import write_adapter
 
 from quantkit.checkpoint.adapter import open_adapter
 from quantkit.errors import RequestError
+from quantkit.runtime.acceptance import Guess
 from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.capacity import CachePlan
@@ -264,3 +265,86 @@ def test_windows_asked_for_need_fewer_pages(generator):
         pass
     expected = [windowed.run(request).token_ids for request in requests]
     assert [scheduler.served[number].completion.token_ids for number in numbers] == expected
+
+
+def test_a_ban_that_goes_back_over_a_dropped_page_reads_the_text_again(generator):
+    """The pages of positions before 512 go when the query at 575 comes; the banned text begins before it."""
+    windowed = Generator(generator.model, generator.tokenizer, CachePlan(window=64))
+    prompt = [draw % 250 + 5 for draw in range(0, 5600, 10)]
+    plain = windowed.run(Request(prompt, 30)).token_ids
+    decode = generator.tokenizer.decode
+    banned = decode(plain)[len(decode(plain[:12])) : len(decode(plain[:22]))]
+    request = Request(prompt, 60, banned=(banned,))
+    answer = windowed.run(request)
+    assert banned and banned not in answer.text and answer.token_ids[:10] == plain[:10]
+    again = windowed.run(Request([*prompt, *answer.token_ids[:30]], 30, banned=(banned,)))
+    assert again.token_ids == answer.token_ids[30:]
+    pool = windowed.cache.pool(generator.model.config, 6 * 256, generator.model.dtype, "cpu", 2)
+    scheduler = Scheduler(windowed, pool, prefixes=PrefixCache(pool, generator.model.config))
+    numbers = [scheduler.add(request), scheduler.add(Request([9] * 500, 90))]
+    for _ in scheduler.stream():
+        pass
+    assert scheduler.served[numbers[0]].completion.token_ids == answer.token_ids
+    assert scheduler.pool.free_pages == 6
+
+
+def long_rope(path, original):
+    shape = {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}}
+    shape |= {"original_max_position_embeddings": original, "max_position_embeddings": 2048}
+    return open_generator(tiny.write_model(path, "Phi3ForCausalLM", **shape))
+
+
+@pytest.mark.parametrize("budget", [50, 512])
+def test_a_text_that_is_read_again_in_a_full_cache(budget, tmp_path):
+    """Its first page is kept for others when it crosses the change of its rope, and must not be written into."""
+    generator = long_rope(tmp_path / "model", 300)
+    request = Request([draw % 250 + 5 for draw in range(0, 2900, 10)], 40)
+    expected = [generator.run(request).token_ids] * 2
+    assert serve(generator, [request], 2, share=True, token_budget=budget)[0] == expected[:1]
+    for optimistic in (False, True):
+        found, _ = serve(generator, [request] * 2, 4, share=True, token_budget=budget, optimistic=optimistic)
+        assert found == expected
+
+
+def test_a_prompt_beyond_the_change_of_its_rope_is_read_in_pieces(tmp_path):
+    generator = long_rope(tmp_path / "model", 300)
+    request = Request([draw % 250 + 5 for draw in range(0, 4000, 10)], 5)
+    scheduler = Scheduler(generator, make_pool(generator, 2), Limits(token_budget=100))
+    scheduler.add(request)
+    for _ in range(10):
+        scheduler.step()
+    assert not scheduler.busy
+    assert scheduler.served[0].completion.token_ids == generator.run(request).token_ids
+
+
+def test_guesses_that_did_not_stand_are_not_kept_for_others(generator):
+    """254 of 300 guesses stand: position 255 was read under another token than the text has there."""
+    answer = list(generator.run(Request([7], 300)).token_ids)
+    guesses = [*answer[:254], (answer[254] + 1) % 250 + 5, *answer[255:]]
+    drafted = Generator(generator.model, generator.tokenizer, draft=_Told(guesses))
+    pool = make_pool(generator, 4)
+    scheduler = Scheduler(drafted, pool, prefixes=PrefixCache(pool, generator.model.config))
+    scheduler.add(Request([7], 300))
+    scheduler.step()
+    (entry,) = scheduler._running
+    assert len(entry.running.answer.ids) == 256 and len(scheduler.prefixes) == 0
+
+
+class _Told:
+    count = 300
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def begin(self, capacity, vocab):
+        return self
+
+    def guess(self, answer, most):
+        return [Guess(token) for token in self.tokens[len(answer.ids) - answer.prompt_tokens :][:most]]
+
+
+def test_what_a_request_finds_of_itself_is_not_shared(generator):
+    requests = [Request([seed] * 300, 250) for seed in (7, 9)]
+    _, scheduler = serve(generator, requests, 5, share=True, optimistic=True)
+    assert scheduler.preemptions and not any(done.shared_tokens for done in scheduler.served.values())
+    assert scheduler.prefixes.found_tokens
