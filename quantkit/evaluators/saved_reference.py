@@ -105,6 +105,7 @@ class SavedReference:
     @classmethod
     def load(cls, path: Path) -> "SavedReference":
         """Raises CheckpointError for a file that is none, or that is damaged."""
+        hint = "make it again with `quantkit eval compare MODEL --save-reference FILE`"
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 about = dict(file.metadata() or {})
@@ -117,17 +118,41 @@ class SavedReference:
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"`{path}` cannot be read as a saved reference: {error}",
-                hint="make it again with `quantkit eval compare MODEL --save-reference FILE`",
+                hint=hint,
             ) from error
-        first, vocab, top = (int(about.pop(key)) for key in ("first", "vocab", "top"))
-        ids = tensors["ids"].to(torch.int32)
-        if vocab <= 1 << 16:
-            ids += 1 << 15
-        self_kl = float(about.pop("self_kl"))
+        try:
+            first, vocab, top = (int(about.pop(key)) for key in ("first", "vocab", "top"))
+            self_kl = float(about.pop("self_kl"))
+            windows, ids = tensors["windows"].to(torch.int64), tensors["ids"].to(torch.int32)
+            if vocab <= 1 << 16:
+                ids += 1 << 15
+            codes, widest, rest, loss = (tensors[name] for name in ("codes", "range", "rest", "loss"))
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"`{path}` is a damaged saved reference: {error!r}", hint=hint) from error
         del about["format"]
-        windows = tensors["windows"].to(torch.int64)
-        codes, widest, rest, loss = (tensors[name] for name in ("codes", "range", "rest", "loss"))
-        return cls(windows, first, vocab, top, ids, codes, widest, rest, loss, self_kl, about)
+        found = cls(windows, first, vocab, top, ids, codes, widest, rest, loss, self_kl, about)
+        if wrong := found._fault():
+            raise CheckpointError(f"`{path}` is a damaged saved reference: {wrong}", hint=hint)
+        return found
+
+    def _fault(self) -> str | None:
+        """What is wrong with what was read, if anything."""
+        if self.windows.dim() != 2 or 0 in self.windows.shape or not 1 <= self.first < self.windows.shape[1]:
+            return f"windows {list(self.windows.shape)} of which tokens from {self.first} on are predicted"
+        shape = torch.Size((len(self.windows), self.windows.shape[1] - self.first))
+        if self.ids.dim() != 3 or not 1 <= self.top <= self.ids.shape[2] or self.codes.shape != self.ids.shape:
+            return f"ids {list(self.ids.shape)} and codes {list(self.codes.shape)}, {self.top} of them the likeliest"
+        for name, values, most in (("range", self.range, 3e38), ("rest", self.rest, 1.001), ("loss", self.loss, 3e38)):
+            if values.shape != shape or values.dtype != torch.float32:
+                return f"`{name}` is {list(values.shape)} {values.dtype}, expected {list(shape)} torch.float32"
+            if not bool(((values >= 0) & (values <= most)).all()):
+                return f"`{name}` has numbers outside 0 to {most:g}"
+        if self.ids.shape[:2] != shape or self.codes.dtype != torch.int16:
+            return f"codes {list(self.codes.shape)} {self.codes.dtype}, expected {list(shape)} predictions in int16"
+        for name, ids in (("windows", self.windows), ("ids", self.ids)):
+            if int(ids.min()) < 0 or int(ids.max()) >= self.vocab:
+                return f"`{name}` has ids from {int(ids.min())} to {int(ids.max())}, the vocabulary {self.vocab}"
+        return None
 
 
 def entries_for(vocab: int) -> tuple[int, int]:

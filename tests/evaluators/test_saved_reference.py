@@ -1,4 +1,5 @@
 import pytest
+import safetensors.torch
 import tiny
 import torch
 
@@ -113,6 +114,40 @@ def test_what_is_no_saved_reference_is_refused(tmp_path):
     for path in (folder / "model.safetensors", tmp_path / "text", tmp_path / "absent"):
         with pytest.raises(CheckpointError, match="saved reference"):
             SavedReference.load(path)
+
+
+def damaged(path, change):
+    """The saved reference with its facts and tensors changed in place by `change`."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        facts, tensors = dict(file.metadata()), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(facts, tensors)
+    safetensors.torch.save_file(tensors, path, facts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts, tensors: facts.pop("top"),
+        lambda facts, tensors: facts.update(vocab="many"),
+        lambda facts, tensors: facts.update(top="9999"),
+        lambda facts, tensors: facts.update(first="33"),
+        lambda facts, tensors: facts.update(vocab="200"),
+        lambda facts, tensors: tensors.pop("loss"),
+        lambda facts, tensors: tensors.update(loss=tensors["loss"][:, 1:].contiguous()),
+        lambda facts, tensors: tensors.update(codes=tensors["codes"][:, 1:].contiguous()),
+        lambda facts, tensors: tensors.update(windows=tensors["windows"].flatten()),
+        lambda facts, tensors: tensors["range"].fill_(float("nan")),
+        lambda facts, tensors: tensors["rest"].fill_(2),
+        lambda facts, tensors: tensors["ids"].fill_(32767),
+    ],
+)
+def test_a_damaged_saved_reference_is_refused(change, pair, tmp_path):
+    path = tmp_path / "reference"
+    record(pair[0], WINDOWS[:1], {}).save(path)
+    SavedReference.load(path)
+    damaged(path, change)
+    with pytest.raises(CheckpointError, match="is a damaged saved reference"):
+        SavedReference.load(path)
 
 
 def test_an_unwritable_place_is_named(saved, tmp_path):
