@@ -1,6 +1,6 @@
 """`quantkit eval perplexity` and `quantkit eval compare`: text → windows → figures, with all that defines them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +17,7 @@ from quantkit.commands.compare_report import (
 from quantkit.commands.evaluate_report import PerplexityReport, PerplexityTable, Scored
 from quantkit.commands.evaluate_text import ReadText, bos_notes, require_known, tokenizer_notes
 from quantkit.commands.gate import Gate
-from quantkit.errors import RequestError, UsageError
+from quantkit.errors import CheckpointError, RequestError, UsageError
 from quantkit.evaluators.cached import CachedModel
 from quantkit.evaluators.conversation import CacheChoice
 from quantkit.evaluators.divergence import compare as measure_divergence
@@ -31,11 +31,15 @@ from quantkit.evaluators.saved_reference import (
 from quantkit.evaluators.saved_reference import record as record_reference
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress, Tqdm
+from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import CompareSettings, PerplexitySettings, TextSettings
 from quantkit.version import VERSION
+
+ABOUT = ("model", "text", "text_tokens", "bos", "dtype", "tokenizer", "version")
+"""What a saved reference has to say of itself."""
 
 
 @overload
@@ -118,6 +122,9 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport | Sa
     gate = Gate.parse(settings.gate, COMPARE_FIGURES)
     placement = Placement.choose(settings.device, settings.dtype)
     cache = _cache(settings)
+    if cache is not None:  # refused before any weights are read
+        judged = open_checkpoint(settings.candidate or settings.reference).model_config
+        cache_format(cache.name, judged.head_dim, placement.dtype)
     if settings.candidate is None and cache is not None:  # what the cache alone does to the reference
         settings = replace(settings, candidate=settings.reference)
     if settings.candidate is None:
@@ -215,7 +222,7 @@ def _compare_saved(
             f"candidate's context of {config.context}",
             hint=f"save it again with `--length {config.context}` or less",
         )
-    about = saved.about
+    about = _require_told(saved, settings.reference)
     notes = [*checkpoint.notes, f"the reference was saved by quantkit {about['version']}, in {about['dtype']}"]
     if about["tokenizer"] != digest_of_tokenizer(checkpoint):
         notes.append("its `tokenizer.json` is not that of the reference: the reference's tokens are used")
@@ -226,6 +233,18 @@ def _compare_saved(
     scored = Scored(about["text"], int(about["text_tokens"]), saved.windows.shape[1] - bos, bos, placement)
     words = worst_in_words(found.worst, Tokenizer.open(checkpoint.path))
     return CompareReport(about["model"], name, found, scored, words, (*notes, *found.notes), gate)
+
+
+def _require_told(saved: SavedReference, path: str) -> Mapping[str, str]:
+    """What a saved reference says of itself, as `_about` wrote it. Raises CheckpointError where something lacks."""
+    lacking = [f"`{name}`" for name in ABOUT if name not in saved.about]
+    if lacking or not saved.about["text_tokens"].isdecimal():
+        what = f"it does not say {', '.join(lacking)}" if lacking else "`text_tokens` is no number"
+        raise CheckpointError(
+            f"`{path}` is a damaged saved reference: {what}",
+            hint="make it again with `quantkit eval compare MODEL --save-reference FILE`",
+        )
+    return saved.about
 
 
 def _about(settings: CompareSettings, checkpoint: Checkpoint, text: ReadText, placement: Placement) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 from quantkit.calibration.text import held_back_text
 from quantkit.commands import evaluate, evaluate_text
 from quantkit.errors import CalibrationError, CheckpointError, RequestError, UsageError
+from quantkit.evaluators.saved_reference import record
 from quantkit.progress import Silent
 from quantkit.runtime.load import load
 from quantkit.runtime.tokenizer import Tokenizer
@@ -190,6 +191,25 @@ def test_a_tokenizer_of_another_model_is_refused_before_the_weights_are_read(fol
     ):
         with pytest.raises(RequestError, match=f"`{small}` knows 100 ids: tokenizer and model do not belong together"):
             measure()
+
+
+def test_an_unknown_cache_is_refused_before_the_weights_are_read(tmp_path, texts):
+    folder = tiny.write_model(tmp_path / "model")
+    tiny.write_tensors(folder, {})
+    for candidate in (None, str(folder)):
+        settings = CompareSettings(
+            str(folder), candidate, TextSettings(text=texts / "rows.txt", length=16), kv="int3"
+        )
+        with pytest.raises(UsageError, match="there is no cache format `int3`"):
+            evaluate.compare(settings, Silent())
+
+
+@pytest.mark.parametrize("about", [{}, dict.fromkeys(evaluate.ABOUT, "x")])
+def test_a_saved_reference_that_does_not_say_what_made_it_is_refused(about, folder, tmp_path):
+    path = tmp_path / "reference"
+    record(load(folder), torch.arange(20)[None], about).save(path)
+    with pytest.raises(CheckpointError, match=r"is a damaged saved reference: .*`text_tokens`"):
+        evaluate.compare(CompareSettings(str(path), str(folder), TextSettings()), Silent())
 
 
 def test_a_model_that_cannot_be_computed_is_refused_before_the_text_is_read(folder, tmp_path):
