@@ -196,7 +196,7 @@ def _requests(setup: Setup) -> list[tuple[Any, Request]]:
     file = setup.settings.prompts_file
     assert file is not None
     requests = []
-    for number, text in enumerate(read_text(file, "--prompts-file").splitlines(), 1):
+    for number, text in enumerate(read_text(file, "--prompts-file").split("\n"), 1):
         if text.strip():
             try:
                 requests.append(_request(setup, number, text))

@@ -138,6 +138,16 @@ def test_lines_that_cannot_be_served_are_named_before_any_weight_is_read(line, e
         serve(folder, write_lines(tmp_path / "f.jsonl", [{"prompt": "a"}, line]))
 
 
+def test_only_a_line_feed_ends_a_line(folder, tmp_path):
+    """Other separators may stand raw in a JSON text."""
+    file, text = tmp_path / "f.jsonl", "a\u2028b\u2029c\u0085d"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False), json.dumps({"prompt": "e"})]
+    file.write_bytes("\r\n".join(lines).encode())
+    report = serve(folder, file)
+    assert [name for name, _ in report.answers] == [1, 2]
+    assert report.answers[0][1].completion.token_ids == alone(folder, prompt=text).token_ids
+
+
 def test_files_without_requests_and_prompts_beside_them(folder, tmp_path):
     with pytest.raises(RequestError, match="has no requests"):
         serve(folder, write_lines(tmp_path / "f.jsonl", []))
