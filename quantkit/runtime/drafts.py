@@ -4,7 +4,8 @@
     drafting = draft.begin(capacity, vocab)        # one for each answer
     guesses = drafting.guess(answer, most=4)
 
-A good guess saves a pass of the main model; a bad one costs a row of it. The answer is the same either way.
+A good guess saves a pass of the main model; a bad one costs a row of it. A greedy answer is the
+same either way; a drawn one is another, of the same distribution.
 """
 
 from dataclasses import dataclass

@@ -28,7 +28,8 @@ class Generator:
     """A model with its tokenizer. Every request gets its own cache.
 
     cache  what it shall be
-    draft  guesses at tokens, which the model then checks several at once; it changes speed, not what comes
+    draft  guesses at tokens, which the model then checks several at once: greedy answers stay the same, drawn ones are
+           others of the same distribution
     """
 
     def __init__(

@@ -86,7 +86,8 @@ class CacheUse:
 
 
 class CacheFull(RequestError):  # noqa: N818 - it is a state, and waiting may help
-    """No page is left. Sequences that were admitted by their worst case never meet it."""
+    """No page is left. A sequence that took its worst case at once does not meet it, unless it gave pages back since,
+    as a window does, or writes into pages that it shares."""
 
 
 class PagePool:
