@@ -9,8 +9,10 @@ import json
 import os
 import platform
 import shlex
+from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,12 @@ from quantkit.settings import CompareSettings, DegenerationSettings, QuantizeSet
 from quantkit.version import VERSION
 
 RESULT = "quantkit.json"
+FILES = ("plan", "measurement")
+"""Settings of `quantkit quantize` that are files, of which a record has the digest."""
+NO_OPTION = ("model", "out", "device", "dtype", "free_group_size", "evaluate")
+"""Settings that are said otherwise, or that change no byte."""
+NO = {"sym": "--asym"}
+"""How an option is put off, where `--no-` before its name does not do it."""
 DEPTH_WINDOW = 512
 """Tokens over which the error by depth is seen."""
 
@@ -70,18 +78,23 @@ class ModelFacts:
         if self.made_with.get("command") != "quantize":
             return None
         plain = QuantizeSettings("MODEL", Path("OUT"))
-        words = ["quantkit", "quantize", "MODEL", "-o", self.label]
+        words, files = ["quantkit", "quantize", "MODEL", "-o", self.label], []
         for setting in fields(QuantizeSettings):
             value = self.made_with.get(setting.name)
-            if setting.name in ("model", "out", "device", "dtype") or value in (
-                None,
-                "()",
-                getattr(plain, setting.name),
-            ):
+            usual = getattr(plain, setting.name)
+            if setting.name in NO_OPTION or value in (None, usual):
+                continue
+            if setting.name in FILES:
+                files.append(f"the {setting.name} of sha256 {value}")
                 continue
             option = "--" + setting.name.replace("_", "-")
-            words += [option] if value is True else [f"--no-{option[2:]}"] if value is False else [option, str(value)]
-        return shlex.join(words)
+            if isinstance(usual, tuple):
+                words += [word for one in _texts(value) for word in (option, one)]
+            elif isinstance(value, bool):
+                words += [option if value else NO.get(setting.name, f"--no-{option[2:]}")]
+            else:
+                words += [option, str(value)]
+        return shlex.join(words) + (f"  # with {' and '.join(files)}" if files else "")
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -264,6 +277,15 @@ def _facts(checkpoint: Checkpoint, name: str, label: str) -> ModelFacts:
     )
 
 
+def _texts(value: Any) -> list[str]:
+    """Those of an option that may be repeated: a record has its tuple in Python's words."""
+    try:
+        found = literal_eval(value) if isinstance(value, str) else value
+    except (ValueError, SyntaxError):
+        return []
+    return [str(one) for one in found] if isinstance(found, tuple | list) else []
+
+
 def _made_with(file: Path) -> dict[str, Any]:
     """The facts in a folder's record; empty where there is none that can be read."""
     try:
@@ -291,8 +313,8 @@ def _labels(names: Sequence[str]) -> list[str]:
     labels: list[str] = []
     for name in names:
         label = Path(os.path.realpath(name)).name if Path(name).exists() else name.rsplit("/", 1)[-1]
-        number = sum(one == label or one.startswith(f"{label} ") for one in labels)
-        labels.append(f"{label} {number + 1}" if number else label)
+        free = (f"{label} {number}" if number > 1 else label for number in count(1))
+        labels.append(next(one for one in free if one not in labels))
     return labels
 
 

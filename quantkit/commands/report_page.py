@@ -179,7 +179,7 @@ def _bits(report: Mapping[str, Any]) -> str:
             f"bits of {one['label']}",
             heat_map(f"plot-bits-{at}", f"Bits of {one['label']}", "bits per weight", *_grid(one["bits"])),
         )
-        + _details(f"plot-bits-{at}", "bits per weight", one["bits"])
+        + _details(one["label"], "bits per weight", one["bits"])
         for at, one in enumerate(report["candidates"])
     )
 

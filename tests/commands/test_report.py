@@ -1,5 +1,6 @@
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from quantkit import cli
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands.report import ModelFacts, _labels
 from quantkit.commands.report_plots import Axis, Point, heat_map, lines, pareto, scatter
 from quantkit.evaluators.depth import depth_errors
 from quantkit.runtime.load import load
@@ -69,6 +71,8 @@ def test_the_page_is_whole_and_asks_for_nothing_else(made):
     images = [attrs for tag, attrs in page.tags if tag == "svg"]
     assert len(images) == 5 and all(one["role"] == "img" for one in images)
     assert all("scope" in attrs for tag, attrs in page.tags if tag == "th")
+    captions = re.findall(r"<caption>(.*?)</caption>", html)
+    assert "bits per weight, tiny-3bit" in captions and not any("plot-" in one for one in captions)
     for name in ("tiny-4bit", "tiny-3bit", "original", "prefers-color-scheme"):
         assert name in html
 
@@ -89,14 +93,30 @@ def test_the_json_has_every_figure(made):
 
 
 def test_the_command_it_names_makes_the_same_model(made, tmp_path, monkeypatch):
-    import shlex
-
     folder, _, out = made
     found = json.loads((out / "report.json").read_text())["candidates"][1]
     monkeypatch.chdir(tmp_path)
     words = [str(folder / "original") if word == "MODEL" else word for word in shlex.split(found["command"])[1:]]
     assert cli.run([*words, "--no-eval"]) == 0
     assert fingerprint(open_checkpoint(tmp_path / "tiny-3bit")) == found["fingerprint"]
+
+
+def test_labels_are_different():
+    assert _labels(["x/q 2", "y/q", "z/q"]) == ["q 2", "q", "q 3"]
+    assert _labels(["x/q", "y/q", "z/q", "w/q 2"]) == ["q", "q 2", "q 3", "q 2 2"]
+
+
+def facts_of_a_record(**made):
+    return ModelFacts("out", "out", "exl2", 4.0, 1, {}, "", {"command": "quantize", **made})
+
+
+def test_the_command_says_what_can_be_run():
+    """Only options that there are; a record has digests of files, and tuples in Python's words."""
+    one = facts_of_a_record(format="exl2", plan="ab" * 32, measurement=None, skip="()")
+    assert one.command == f"quantkit quantize MODEL -o out --format exl2  # with the plan of sha256 {'ab' * 32}"
+    two = facts_of_a_record(skip="('a.*b', \"it's\")", rule="('x:bits=8',)", sym=False, act_order=True)
+    words = shlex.split(two.command)[5:]
+    assert words == ["--asym", "--act-order", "--rule", "x:bits=8", "--skip", "a.*b", "--skip", "it's"]
 
 
 def test_cards_say_what_was_measured(made):
