@@ -1,7 +1,7 @@
 """`quantkit eval tasks`: files of questions → a model's answers → figures with their standard errors."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from quantkit.progress import Progress
 from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
-from quantkit.runtime.request import Request
+from quantkit.runtime.request import Request, check
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import TasksSettings
 
@@ -105,12 +105,15 @@ def run(settings: TasksSettings, progress: Progress) -> TasksReport:
     checkpoint = open_checkpoint(settings.model)
     tokenizer = Tokenizer.open(checkpoint.path)
     tasks = [_read(name, settings).take(settings.limit, settings.shots) for name in settings.tasks]
-    context = checkpoint.model_config.context
+    config = checkpoint.model_config
     for task in tasks:
         if task.kind in DECIDED:
-            require_room([pair for pairs in pairs_of(task, tokenizer) for pair in pairs], context)
-        elif task.kind == "translation":
+            require_room([pair for pairs in pairs_of(task, tokenizer) for pair in pairs], config.context)
+            continue
+        if task.kind == "translation":
             sacrebleu()
+        for request in _requests(task, tokenizer):
+            check(request, config)
     generator = Generator(load_model(checkpoint, placement.device, placement.dtype), tokenizer)
     results = tuple(_ask(task, generator, tokenizer, metrics, progress) for task in tasks)
     if settings.save_items is not None:
@@ -131,7 +134,7 @@ def _read(name: str, settings: TasksSettings) -> Task:
     path = Path(name)
     rows: Sequence[Mapping[str, Any]]
     if path.exists() or path.suffix == ".jsonl":
-        rows: Sequence[Mapping[str, Any]] = read_items(path)
+        rows = read_items(path)
     else:
         wanted = None if settings.limit is None else settings.limit + settings.shots
         rows = read_rows(name, settings.split, wanted)
@@ -173,17 +176,22 @@ def read_items(path: Path) -> list[Mapping[str, Any]]:
     return rows
 
 
+def _requests(task: Task, tokenizer: Tokenizer) -> Iterator[Request]:
+    """What a model is asked to write, question by question."""
+    tokens = TRANSLATION_TOKENS if task.kind == "translation" else ANSWER_TOKENS
+    for question in task.questions:
+        ids = tokenizer.encode(task.shots + question.contexts[0], special=True)
+        yield Request(ids, tokens, stop_ids=tokenizer.eos_ids, stops=(STOP,))
+
+
 def _ask(
     task: Task, generator: Generator, tokenizer: Tokenizer, metrics: Mapping[str, Metric], progress: Progress
 ) -> TaskResult:
     if task.kind in DECIDED:
         return choose(generator.model, task, tokenizer, progress)
-    tokens = TRANSLATION_TOKENS if task.kind == "translation" else ANSWER_TOKENS
     answers = []
     with progress.task(task.name, total=len(task.questions)) as bar:
-        for question in task.questions:
-            ids = tokenizer.encode(task.shots + question.contexts[0], special=True)
-            request = Request(ids, tokens, stop_ids=tokenizer.eos_ids, stops=(STOP,))
+        for request in _requests(task, tokenizer):
             answers.append(generator.run(request).text.strip())
             bar.advance()
     return judge_written(task, answers, metrics)

@@ -236,6 +236,16 @@ def test_tasks_that_cannot_be_asked_are_refused(arguments, code, message, folder
     assert captured.out == "" and captured.err.startswith(f"error: {message}")
 
 
+def test_a_question_too_long_to_answer_is_refused_before_the_weights_are_read(tmp_path, capsys):
+    model = tiny.write_model(tmp_path / "model", max_position_embeddings=64)
+    tiny.write_tensors(model, {})
+    written = tmp_path / "written.jsonl"
+    row = {"context": "x", "question": "y", "answers": ["z"]}
+    written.write_text("".join(json.dumps({**row, "context": context}) + "\n" for context in ("x", "the end " * 40)))
+    assert cli.run(["eval", "tasks", str(model), str(written), "--json"]) == 16
+    assert "context" in capsys.readouterr().err
+
+
 def test_cache_formats_are_candidates_too(folder, text, tmp_path, capsys):
     windows = ["--text", text, "--length", "32"]
     assert cli.run(["eval", "compare", folder, *windows, "--kv", "fp16,q4_0", "--json"]) == 0
