@@ -1,13 +1,15 @@
 """The sandbox of chat templates: the dialect that they are written in, without powers and with a budget of work.
 
 Jinja's own sandbox keeps a template from the machine, but lets it count and write without end. Here each step of a
-loop, each call and each text that is made costs something, and what one rendering may spend is bounded: so is its time,
-and the memory of all texts together. Filters are those that templates of models use.
+loop, each call, each comparison and each text that an expression makes costs about what it takes, nested values for all
+that is reached in them, and what one rendering may spend is bounded. The prices are estimates, so this holds time and
+memory within seconds and some hundreds of megabytes, not to a figure. Two things have no price: the text of a template
+itself in the body of a macro, and keys made to collide in a dict. Filters are those that templates of models use.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from typing import Any, cast
 
@@ -15,7 +17,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 BUDGET = 1 << 25
@@ -49,7 +53,7 @@ class Spent(jinja2.TemplateRuntimeError):
 class Sandbox(ImmutableSandboxedEnvironment):
     """One for each template. `begin` starts a rendering, which no other thread may share."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
 
     def __init__(self) -> None:
         super().__init__(
@@ -62,7 +66,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._left = BUDGET
         self.filters["tojson"] = _to_json
         self.filters = {name: self._bounded(self.filters[name], name) for name in FILTERS}
-        self.filters |= {"_counted": self._counted, "_joined": self._joined, "_seen": self._seen}
+        self.filters |= {"_counted": self._counted, "_joined": self._joined}
+        self.filters |= {"_seen": self._seen, "_glanced": self._glanced}
         self.tests = {name: self._bounded(cast(Callable[..., Any], test), name) for name, test in self.tests.items()}
         self.globals = {name: self.globals[name] for name in GLOBALS}
         self.globals["range"] = self._range
@@ -89,6 +94,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.spend(size * max((side for side in (left, right) if isinstance(side, int)), default=1))
         elif operator == "%":
             self._formatting(left, right)
+        elif operator == "-":  # of the keys of dicts: all are hashed
+            self.spend(self._weigh([left, right], READ_SHARE))
         else:
             self.spend(sum(len(side) for side in (left, right) if isinstance(side, Sized)))
         return super().call_binop(context, operator, left, right)
@@ -97,8 +104,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.spend(CALL_COST)
         method = getattr(called, "__wrapped__", called)  # what the sandbox of jinja2 puts around `format`
         name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
-        if isinstance(owner, str | bytes | int | float):
+        if name in ("encode", "to_bytes"):
+            raise jinja2.exceptions.SecurityError(f"`{name}` is not allowed here")
+        if isinstance(called, LoopContext):  # of a recursive loop: the loop again, over other items
+            args = tuple(map(self._counted, args))
+            kwargs = {key: self._counted(value) if key == "iterable" else value for key, value in kwargs.items()}
+        elif isinstance(owner, str | int | float):
+            args = tuple(self._paid(value, 1) for value in args)
             self._growth(name, owner, args, kwargs)
+        elif isinstance(called, type) or (owner is not None and isinstance(owner, Collection | LoopContext | type)):
+            args = tuple(map(self._paid, args))
+            searched = [owner] if isinstance(owner, Collection) and name not in _LOOK_UP else []
+            self.spend(self._weigh([*searched, *args, *kwargs.values()], READ_SHARE))
         return super().call(context, called, *args, **kwargs)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -112,6 +129,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             # Some are handed the environment or the context first.
             passed = args[1:] if hasattr(function, "jinja_pass_arg") else args
             self.spend(STEP_COST)
+            if name in _GLANCE:
+                return function(*args, **kwargs)
+            passed = tuple(self._paid(value, 1 if name in _SPELT_OUT else READ_SHARE) for value in passed)
+            args = (*args[: len(args) - len(passed)], *passed)
             if passed and isinstance(passed[0], str):
                 self._growth(name, passed[0], passed[1:], kwargs)
             else:
@@ -130,11 +151,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise jinja2.exceptions.SecurityError(f"numbers above {GREATEST_NUMBER} are not allowed in `{name}`")
         text = owner if isinstance(owner, str) else ""
         widest = max(numbers, default=4)
-        size = self._weigh(given)
+        if name in _SHALLOW:
+            items = owner if isinstance(owner, str) and owner else given[0] if given else ()
+            within = STEP_COST * len(items) if isinstance(items, Sized) else 0
+            self.spend(within + widest + self._weigh(given[1:], READ_SHARE))
+            return
+        size = self._weigh(given, 1 if name in _SPELT_OUT else READ_SHARE)
         if name in ("format", "format_map"):
             self._formatting(text, given)
         elif name == "replace":
-            self.spend(len(text) + (len(text) + 1) * (len(str(given[1])) if len(given) > 1 else 0))
+            length, after = (len(text), args) if isinstance(owner, str) and owner else (size, args[1:])
+            new = named.get("new", after[1] if len(after) > 1 else "")
+            self.spend(size + length + (length + 1) * (len(new) if isinstance(new, str) else self._weigh(new)))
         elif name == "join":
             parts = given[0] if given else ()
             between = len(text) if text else sum(len(value) for value in given[1:] if isinstance(value, str))
@@ -145,10 +173,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.spend(len(text) + widest * (1 + text.count("\n")))
         elif name == "tojson":
             self.spend(6 * (size + len(text)) + widest * (1 + size))
-        elif name in ("batch", "slice"):
-            self.spend(size + widest)
+        elif name in _COMPARE:
+            rounds = len(given[0]).bit_length() if given and isinstance(given[0], Sized) else 1
+            self.spend(len(text) + size * max(rounds, 1))
         else:
-            self.spend((size + len(text)) if name in _COPY else (size + len(text)) // READ_SHARE)
+            self.spend(size + (len(text) if name in _SPELT_OUT else len(text) // READ_SHARE))
 
     def _formatting(self, form: Any, values: Any) -> None:
         if isinstance(form, str):
@@ -169,9 +198,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.spend(STEP_COST * len(items))
         return items
 
-    def _steps(self, items: Iterable[Any]) -> Iterator[Any]:
+    def _steps(self, items: Iterable[Any], share: int = 0) -> Iterator[Any]:
         for item in items:
-            self.spend(STEP_COST)
+            self.spend(STEP_COST + (self._weigh(item, share) if share else 0))
             yield item
 
     def _joined(self, *parts: Any) -> str:
@@ -180,42 +209,83 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(map(str, parts))
 
     def _seen(self, value: Any) -> Any:
-        """What is compared, or was cut out."""
-        self.spend(STEP_COST + (len(value) // READ_SHARE if isinstance(value, Sized) else 0))
+        """What is compared, is a key, or was cut out: all that is reached in it is looked at."""
+        self.spend(STEP_COST + self._weigh(value, READ_SHARE))
+        return self._paid(value)
+
+    def _glanced(self, value: Any) -> Any:
+        """What a key or a text is looked for in: of a mapping, no value is looked at."""
+        if not isinstance(value, Mapping):
+            return self._seen(value)
+        self.spend(STEP_COST)
         return value
+
+    def _paid(self, value: Any, share: int = READ_SHARE) -> Any:
+        """What comes one by one is paid for as it comes."""
+        if not isinstance(value, Iterator) or isinstance(value, LoopContext):
+            return value
+        return self._steps(value, share)
 
     def _written(self, value: Any) -> Any:
         """What is put into the text."""
         self.spend(self._weigh(value))
         return value
 
-    def _weigh(self, value: Any) -> int:
-        """About how many characters a value has as text; counting stops where the budget would."""
+    def _weigh(self, value: Any, share: int = 1) -> int:
+        """About how many characters a value has as text, or a `share` of those; counting stops where the budget would.
+
+        What stands in it twice counts twice, as it does for those who write, compare or hash it.
+        """
         total, left = 0, [value]
         while left and total <= self._left:
             item = left.pop()
-            if isinstance(item, str | bytes):
-                total += len(item)
-            elif isinstance(item, Mapping):
-                left += [*item.keys(), *item.values()]
-                total += 4
-            elif isinstance(item, list | tuple | set | frozenset):
-                left += item
-                total += 2
+            kind = type(item)
+            if kind is str:
+                total += 4 + len(item) // share
+            elif kind is int or kind is bool or kind is float or item is None:
+                total += 24
+            elif kind is list or kind is tuple:
+                total += STEP_COST + len(item)
+                if total <= self._left:
+                    left += item
+            elif isinstance(item, str):
+                total += 4 + len(item) // share
+            elif isinstance(item, range):
+                total += 24 * (1 + len(item))
+            elif isinstance(item, Mapping | Namespace):
+                item = item if isinstance(item, Mapping) else object.__getattribute__(item, "_Namespace__attrs")
+                total += STEP_COST + 2 * len(item)
+                if total <= self._left:
+                    left += [*item.keys(), *item.values()]
+            elif isinstance(item, Collection):
+                total += STEP_COST + len(item)
+                if total <= self._left:
+                    left += item
             else:
                 total += 24
         return total
 
 
 _TAKE_NUMBERS = ("abs", "float", "int", "string", "default", "d", "list", "min", "max", "sort", "tojson", "length")
-_COPY = frozenset(
+_SPELT_OUT = frozenset(
     (
-        "capitalize", "e", "escape", "list", "lower", "safe", "string", "title", "trim", "upper", "urlencode",
-        "reverse", "sort", "unique", "dictsort", "items", "groupby", "swapcase", "casefold", "strip", "lstrip",
-        "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition", "encode", "translate", "format",
-        "removeprefix", "removesuffix",
+        "capitalize", "e", "escape", "lower", "safe", "string", "title", "trim", "upper", "urlencode", "join", "tojson",
+        "sort", "unique", "dictsort", "groupby", "min", "max", "swapcase", "casefold", "strip", "lstrip", "rstrip",
+        "split", "rsplit", "splitlines", "partition", "rpartition", "translate", "format", "removeprefix",
+        "removesuffix", "center", "indent", "replace", "truncate", "wordcount",
     )
 )
+"""Make text of all that they are given, or copy it."""
+_COMPARE = ("sort", "unique", "dictsort", "groupby", "min", "max")
+_SHALLOW = ("batch", "items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice")
+_GLANCE = frozenset(
+    (
+        "boolean", "callable", "count", "d", "default", "defined", "false", "first", "integer", "iterable", "last",
+        "length", "mapping", "none", "number", "sameas", "sequence", "true", "undefined",
+    )
+)
+"""See a type, a length or an end."""
+_LOOK_UP = ("get", "items", "keys", "values")
 
 
 class _Priced(NodeTransformer):
@@ -234,12 +304,22 @@ class _Priced(NodeTransformer):
         self.generic_visit(node)
         node.expr = _filtered("_seen", node.expr)
         for operand in node.ops:
-            operand.expr = _filtered("_seen", operand.expr)
+            operand.expr = _filtered("_glanced" if operand.op in ("in", "notin") else "_seen", operand.expr)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = _filtered("_seen", node.key)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filtered("_seen", node) if isinstance(node.arg, nodes.Slice) and node.ctx == "load" else node
+        if isinstance(node.arg, nodes.Slice):
+            return _filtered("_seen", node) if node.ctx == "load" else node
+        if not isinstance(node.arg, nodes.Const):
+            node.arg = _filtered("_seen", node.arg)
+        return node
 
 
 def _filtered(name: str, value: nodes.Expr, *others: nodes.Expr) -> nodes.Filter:

@@ -111,6 +111,82 @@ def test_hostile_templates_are_stopped(source, tmp_path):
         render(source, tmp_path)
 
 
+NESTED = (
+    "{% set ns = namespace(a=[1], b=[1], t=(1,), u=(1,)) %}{% for i in range(LEVELS) %}"
+    "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% set ns.t = (ns.t, ns.t) %}"
+    "{% set ns.u = (ns.u, ns.u) %}{% endfor %}"
+)
+LOOKS = [
+    "{{ ns.a == ns.b }}",
+    "{{ ns.a in [ns.b] }}",
+    "{{ ns.a in ([ns.b] | select) }}",
+    "{{ ns.a is eq(ns.b) }}",
+    "{{ ns.a is in([ns.b]) }}",
+    "{{ {ns.t: 1} | length }}",
+    "{{ dict([(ns.t, 1)]) | length }}",
+    "{{ ns.t in {} }}",
+    "{{ {}[ns.t] }}",
+    "{{ {}.get(ns.t) }}",
+    "{{ [ns.a].count(ns.b) }}",
+    "{{ {1: ns.a}.values() == 1 or ns.b in {1: ns.a}.values() }}",
+    "{{ [ns.t, ns.u] | unique | list | length }}",
+    "{{ [ns.a, ns.b] | sort | length }}",
+    "{{ [ns.a, ns.b] | select | min | length }}",
+    "{{ [ns.a, ns.b] | max | length }}",
+    "{{ [{'k': ns.a}, {'k': ns.b}] | groupby('k') | length }}",
+    "{% for i in [1, 2] %}{{ loop.changed(ns.a if i == 1 else ns.b) }}{% endfor %}",
+    "{{ {1: ns.a}.values() }}",
+    "{{ 'x' | replace('x', ns.a) }}",
+    "{{ ns }}",
+]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_nested_values_cost_what_is_reached_in_them(look, tmp_path):
+    """21 levels, that a missing price shows as a rendering that succeeds rather than one that never ends."""
+    render(NESTED.replace("LEVELS", "3") + look, tmp_path)
+    with pytest.raises(CheckpointError, match="fails: it takes more than"):
+        render(NESTED.replace("LEVELS", "21") + look, tmp_path)
+
+
+@pytest.mark.parametrize("again", ["loop(l)", "loop(iterable=l)"])
+def test_recursive_loops_pay_for_their_items(again, tmp_path):
+    source = (
+        "{% set l = [0] * 200000 %}{% for x in [1] recursive %}{% if x %}" + "{{ AGAIN }}" * 2 + "{% endif %}{% endfor %}"
+    ).replace("AGAIN", again)
+    assert render(source, tmp_path) == ""
+    with pytest.raises(CheckpointError, match="fails: it takes more than"):
+        render(source * 11, tmp_path)
+    tree = [{"role": "a", "content": [{"role": "b", "content": []}]}]
+    walk = "{% for m in messages recursive %}{{ m.role }}({{ loop(m.content) }}){% endfor %}"
+    assert render(walk, tmp_path, tree) == "a(b())"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set r = range(100000) %}{% for i in range(30) %}{% if 0.5 is in(r) %}{% endif %}{% endfor %}",
+        "{% set l = [0] * 400000 %}{% for i in range(200) %}{{ l.count(1) }}{% endfor %}",
+        "{% set l = [0] * 400000 %}{% for i in range(200) %}{% set m = l.copy() %}{% endfor %}",
+        "{% set l = [''] * 6000 %}{% set l = [l] * 6000 %}{{ l }}",
+        "{% set l = ['a' * 100000] * 100 %}{% for i in range(9) %}{% set m = l | select | join %}{% endfor %}",
+    ],
+)
+def test_values_read_at_length_are_paid_for(source, tmp_path):
+    with pytest.raises(CheckpointError, match="fails: it takes more than"):
+        render(source, tmp_path)
+
+
+def test_looking_at_types_and_keys_costs_little_however_long_the_values(tmp_path):
+    turns = [{"role": "user", "content": "word " * 400}] * 1500
+    source = (
+        "{% for m in messages %}{% if 'tools' in m or m.content is not string or m['content'] is none %}{% endif %}"
+        "{% if messages | length == loop.index %}{{ m.get('role') }}{% endif %}{% endfor %}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+    )
+    assert render(source, tmp_path, turns) == "user1500"
+
+
 def test_templates_that_nest_without_end_do_not_compile(tmp_path):
     for source in ("{% if a %}" * 500 + "{% endif %}" * 500, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"):
         with pytest.raises(CheckpointError, match="does not compile"):
