@@ -121,7 +121,7 @@ class Exl2Tensor(RepackedTensor[Exl2Weight]):
 
     def __init__(self, weight: Exl2Weight, kept: Mapping[str, Tensor], out_features: int) -> None:
         """`kept`: what is on disk besides q_weight, by suffix. `out_features`: the true width, without padding."""
-        super().__init__(weight, weight.words.device.type)
+        super().__init__(weight, weight.words.device)
         self.in_features, self.out_features = weight.order.numel(), out_features
         self.bias = kept["bias"][:out_features] if "bias" in kept else None
         self._kept = dict(kept)
@@ -139,7 +139,7 @@ class Exl2Tensor(RepackedTensor[Exl2Weight]):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def to(self, device: str | torch.device) -> "Exl2Tensor":
-        if torch.device(device).type == self._device:
+        if self._is_on(device):
             return self
         weight = self._stored()
         words, scale_codes, scale_max, order = (

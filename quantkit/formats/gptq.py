@@ -76,7 +76,7 @@ class GptqTensor(RepackedTensor[GptqWeight]):
 
     def __init__(self, weight: GptqWeight, kept: Mapping[str, Tensor]) -> None:
         """`kept`: what is on disk besides qweight, by suffix."""
-        super().__init__(weight, weight.words.device.type)
+        super().__init__(weight, weight.words.device)
         self.in_features, self.out_features = weight.group.numel(), weight.words.shape[1]
         self.bits = weight.bits
         self.bias = kept.get("bias")
@@ -95,7 +95,7 @@ class GptqTensor(RepackedTensor[GptqWeight]):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def to(self, device: str | torch.device) -> "GptqTensor":
-        if torch.device(device).type == self._device:
+        if self._is_on(device):
             return self
         weight = self._stored()
         words, scales, zeros, group = (

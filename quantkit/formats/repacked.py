@@ -3,6 +3,8 @@
 from abc import abstractmethod
 from typing import Generic, TypeVar
 
+import torch
+
 from quantkit import kernels
 from quantkit.formats.codec import StoredTensor
 from quantkit.kernels.protocol import Backend, Repacked
@@ -13,8 +15,9 @@ Weight = TypeVar("Weight")
 class RepackedTensor(StoredTensor, Generic[Weight]):
     """Which backend serves it is decided by the device of its words, when it is first repacked."""
 
-    def __init__(self, weight: Weight, device: str) -> None:
-        self._device = device
+    def __init__(self, weight: Weight, device: torch.device) -> None:
+        self._place = device
+        self._device = device.type
         self._weight: Weight | None = weight
         self._reader: tuple[Backend, Repacked] | None = None
 
@@ -25,6 +28,9 @@ class RepackedTensor(StoredTensor, Generic[Weight]):
     @abstractmethod
     def _restore(self, backend: Backend, repacked: Repacked) -> Weight:
         """The inverse of `_pack`."""
+
+    def _is_on(self, device: str | torch.device) -> bool:
+        return same_device(self._place, torch.device(device))
 
     def repack(self) -> None:
         self._repacked()
@@ -42,3 +48,8 @@ class RepackedTensor(StoredTensor, Generic[Weight]):
             return self._weight
         assert self._reader is not None
         return self._restore(*self._reader)
+
+
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether they may be one: of one type, and of one index where both have one."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
