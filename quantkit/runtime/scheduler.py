@@ -8,9 +8,10 @@
 
 Each pass has a budget of tokens: one token, or a few guesses as well, of every answer under way, and pieces of prompts
 with what is left. A request is admitted when its worst case has pages: prompt and all new tokens, or what a window
-holds of them at once. Optimistically, when its prompt has. When an older one needs pages and there are none, the youngest
-gives its own back and reads its text again later: often if admitted optimistically, else only where pages went to the
-common pool that are needed again, as those do that a window drops and those that a text shared which is read again.
+holds of them at once. Optimistically, when its prompt has. When an older one needs pages and there are none, the
+youngest gives its own back and reads its text again later: often if admitted optimistically, else only where pages went
+to the common pool that are needed again, as those do that a window drops and those that a text shared which is read
+again.
 """
 
 import time
