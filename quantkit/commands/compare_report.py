@@ -81,7 +81,7 @@ class SavedCheck:
     """The reference that was saved on the way, and the same comparison made from it alone.
 
     share     of the bytes of float16 logits
-    kl_error  how far `kl_mean` may be off, as the file tells
+    kl_error  how far `kl_mean` nearly always is off at most, as the file tells
     """
 
     path: str
@@ -186,7 +186,8 @@ class CompareReport:
         found = self.divergence
         low, high = found.kl_ci95
         changes = ", ".join(f"{percent}: {change:+.2%}" for percent, change in found.change_percentiles.items())
-        error = [["error of the estimate", f"at most {found.kl_error:.2g} nats"]] if found.kl_error else []
+        off = f"nearly always at most {found.kl_error:.2g} nats"
+        error = [["error of the estimate", off]] if found.kl_error else []
         return [
             ["mean KL", f"{found.kl_mean:.6f} nats"],
             ["95 % interval", f"{low:.6f} to {high:.6f}, bootstrap over blocks of neighbouring tokens"],

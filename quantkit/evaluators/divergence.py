@@ -58,7 +58,8 @@ class Divergence:
     change_rms          root of the mean square of that change
     correlation         Pearson's, of the log-likelihoods of the tokens that follow; None where one has no spread
     worst               the predictions of the highest KL
-    kl_error            how far `kl_mean` may be from that of full logits; 0 where those were used
+    kl_error            how far `kl_mean` nearly always is at most from that of full logits: three standard errors of a
+                        sample and the bound of rounding; 0 where full logits were used
     notes               what was compared otherwise than one would expect
     """
 

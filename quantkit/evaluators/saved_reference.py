@@ -291,12 +291,16 @@ def estimate(saved: SavedReference, row: int, start: int, logits: Tensor, target
     top_before = top_before + (torch.log1p(-rest) - top_before.logsumexp(-1))[..., None]
     terms = top_before.exp() * (top_before - top_after)
     kl = terms.sum(-1)
-    rounding = step[..., 0] / 2 * (top_before.exp() * (top_before - top_after).abs()).sum(-1)
+    # Half a step on each `ln p`, less its mean, which the sum to one takes away: to first order what stays of it in KL
+    # is its product with the change less the mean of that.
+    change, share = top_before - top_after, top_before.softmax(-1)
+    spread = (change - (share * change).sum(-1, keepdim=True)).abs()
+    rounding = step[..., 0] / 2 * (top_before.exp() * spread).sum(-1)
     variance = torch.zeros_like(kl)
     if ids.shape[-1] > saved.top:
-        mean, variance = _mean_of_rest(before[..., saved.top :] - after[..., saved.top :], rest, top_after)
+        mean, variance, slope = _mean_of_rest(before[..., saved.top :] - after[..., saved.top :], rest, top_after)
         kl, variance = kl + rest * mean, rest**2 * variance
-        rounding = rounding + step[..., 0] / 2 * rest
+        rounding = rounding + step[..., 0] / 2 * rest * slope
     chosen = -likely.gather(-1, targets.cpu()[..., None])[..., 0]
     choice = likely.argmax(-1)
     values = [kl, variance, saved.loss[place].double(), chosen, ids[..., 0].double(), choice.double()]
@@ -305,8 +309,9 @@ def estimate(saved: SavedReference, row: int, start: int, logits: Tensor, target
     return torch.stack([*values, overlap, rounding])
 
 
-def _mean_of_rest(change: Tensor, rest: Tensor, top_after: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of `ln p - ln q` over the ids that are not among the likeliest, and the variance of that mean, `[b, c]`.
+def _mean_of_rest(change: Tensor, rest: Tensor, top_after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean of `ln p - ln q` over the ids that are not among the likeliest, the variance of that mean, and how much it
+    moves at most with the `change` of all, `[b, c]`.
 
     change     ln p - ln q of the sample, [b, c, sample]
     rest       p(T), [b, c]
@@ -324,4 +329,6 @@ def _mean_of_rest(change: Tensor, rest: Tensor, top_after: Tensor) -> tuple[Tens
     close = (change.abs().amax(-1) <= 1) & (controlled < change.var(-1))
     serves = close & (surplus.abs() <= 4 * (ratio.var(-1) / count).sqrt() + 1e-9)
     mean = change.mean(-1)
-    return torch.where(serves, mean + surplus, mean), torch.where(serves, controlled, change.var(-1)) / count
+    variance = torch.where(serves, controlled, change.var(-1)) / count
+    slope = torch.where(serves, (1 - ratio).abs().mean(-1), 1.0)
+    return torch.where(serves, mean + surplus, mean), variance, slope
