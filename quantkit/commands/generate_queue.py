@@ -16,7 +16,9 @@ from quantkit.errors import QuantkitError, RequestError, UsageError
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress
 from quantkit.runtime.cache_format import cache_format
+from quantkit.runtime.drafts import ModelDraft
 from quantkit.runtime.free_memory import free_bytes
+from quantkit.runtime.generator import Generator
 from quantkit.runtime.page_pool import CacheUse
 from quantkit.runtime.page_store import PAGE
 from quantkit.runtime.placement import Placement
@@ -150,10 +152,10 @@ def run(
     generator = setup.load()
     model = generator.model
     plan = setup.plan
-    positions = _positions(setup, model, [request for _, request in requests])
-    pool = plan.pool(model.config, positions, model.dtype, model.device, settings.batch)
+    positions, most = _fit(setup, generator, [request for _, request in requests])
+    pool = plan.pool(model.config, positions, model.dtype, model.device, most)
     prefixes = PrefixCache(pool, model.config) if settings.share_prefixes else None
-    scheduler = Scheduler(generator, pool, limits, prefixes)
+    scheduler = Scheduler(generator, pool, replace(limits, most_running=most), prefixes)
     names = {scheduler.add(request): name for name, request in requests}
     generator.warm_up(requests[0][1])
     load_seconds = time.perf_counter() - start
@@ -173,22 +175,43 @@ def run(
     )
 
 
-def _positions(setup: Setup, model: Model, requests: list[Request]) -> int:
-    """In whole pages: for all requests where what one has read can be of use to another, else for the longest of those
-    that run at once; but no more than the free memory has room for."""
-    plan, settings = setup.plan, setup.settings
+def _fit(setup: Setup, generator: Generator, requests: list[Request]) -> tuple[int, int]:
+    """Positions of the cache, and how many requests run at once.
+
+    In whole pages: for all requests where what one has read can be of use to another, else for the longest of those
+    that run at once; but no more than the free memory has room for. A draft model has a cache for each that runs: where
+    these leave too little, fewer run.
+    """
+    plan, settings, model, most = setup.plan, setup.settings, generator.model, setup.settings.batch
     held = (plan.held(len(request.ids) + request.max_new_tokens) for request in requests)
     pages = sorted((-(-positions // PAGE) for positions in held), reverse=True)
     wanted = sum(pages if settings.share_prefixes else pages[: settings.batch])
     in_host_memory = plan.resident > 0 or model.device.type == "cpu"
     free = free_bytes("cpu" if in_host_memory else model.device)
-    if free is not None:
+    if free is not None and plan.tokens is None:
         free //= setup.ranks.size if in_host_memory else 1  # which the processes of a machine have in common
-        config = model.config
-        row = cache_format(plan.kv, config.head_dim, model.dtype).row_bytes
-        page = config.num_layers * config.num_kv_heads * PAGE * row
-        wanted = min(wanted, int(settings.cache_fraction * free / page))
-    return PAGE * max(1, setup.ranks.least(wanted))
+        page = _page_bytes(model, plan.kv)
+        room = int(settings.cache_fraction * free)
+        drafts = _draft_bytes(generator, requests, "cpu" if in_host_memory else model.device.type)
+        while drafts and most > 1 and room < sum(drafts[:most]) + page * sum(pages[:most]):
+            most -= 1
+        wanted = min(wanted, (room - sum(drafts[:most])) // page)
+    return PAGE * max(1, setup.ranks.least(wanted)), setup.ranks.least(most)
+
+
+def _page_bytes(model: Model, form: str | None) -> int:
+    config = model.config
+    row = cache_format(form, config.head_dim, model.dtype).row_bytes
+    return config.num_layers * config.num_kv_heads * PAGE * row
+
+
+def _draft_bytes(generator: Generator, requests: list[Request], memory: str) -> list[int]:
+    """Of the draft model's cache of each request, the largest first; none where it lies in another memory."""
+    draft = generator.draft
+    if not isinstance(draft, ModelDraft) or draft.model.device.type != memory:
+        return []
+    page = _page_bytes(draft.model, None)
+    return sorted((page * -(-(len(one.ids) + one.max_new_tokens) // PAGE) for one in requests), reverse=True)
 
 
 def _requests(setup: Setup) -> list[tuple[Any, Request]]:

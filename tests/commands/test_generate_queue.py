@@ -97,6 +97,18 @@ def test_the_cache_is_sized_from_the_requests_and_the_free_memory(folder, tmp_pa
         serve(folder, file, cache_fraction=1.5)
 
 
+def test_the_caches_of_a_draft_model_are_taken_off_the_free_memory(folder, tmp_path, monkeypatch):
+    """A draft like the model: of twelve pages two for each of three requests, and as many for their drafts."""
+    page = 2 * 2 * 256 * 2 * 16 * 4
+    file = write_lines(tmp_path / "f.jsonl", [{"prompt": "a" * 300 + f" {index}"} for index in range(4)])
+    monkeypatch.setattr(generate_queue, "free_bytes", lambda device: 20 * page)
+    assert serve(folder, file, draft=str(folder), cache_fraction=1.0).cache.cache_bytes == 8 * page
+    report = serve(folder, file, draft=str(folder), cache_fraction=0.6)
+    assert report.cache.cache_bytes == 6 * page and len(report.answers) == 4
+    report = serve(folder, file, draft=str(folder), cache_fraction=0.2)
+    assert report.cache.cache_bytes == 2 * page and len(report.answers) == 4
+
+
 def test_adapters_of_lines(folder, tmp_path):
     write_adapter(tmp_path / "a", {f"model.layers.{layer}.mlp.up_proj": (128, 64, 8) for layer in range(2)})
     lora = f"{tmp_path / 'a'}:2"
