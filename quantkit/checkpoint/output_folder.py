@@ -8,6 +8,7 @@ of that rename, and returns should it fail.
 
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,26 +24,26 @@ MODEL_FOLDERS = (TEMPLATE_FOLDER, ".cache")
 class OutputFolder:
     """`path` is where it will be, `working` where its files are made. `claim` comes first, then one of the others.
 
-    source     the folder that is being read, which must stay as it is: neither may be inside the other
+    sources    the folders that are being read, which must stay as they are: none may be inside the other
     overwrite  `path` may be a folder with files
     Raises CheckpointError for the root of the file system, which has no neighbours.
     """
 
-    def __init__(self, path: Path, *, source: Path | None, overwrite: bool) -> None:
+    def __init__(self, path: Path, *, sources: Sequence[Path], overwrite: bool) -> None:
         # Not Path.expanduser, which fails for a user who does not exist.
         self.path = Path(os.path.realpath(os.path.expanduser(path)))  # noqa: PTH111
         if not self.path.name:
             raise CheckpointError(f"`{self.path}` cannot be an output folder", hint="choose a folder in it with `-o`")
         self.working = self.path.with_name(f".{self.path.name}.partial")
         self._replaced = self.path.with_name(f".{self.path.name}.replaced")
-        self._source = source
+        self._sources = sources
         self._overwrite = overwrite
         self._lock: int | None = None
         self._new_parents: list[Path] = []
 
     def claim(self) -> None:
         """Makes the working folder. Raises CheckpointError when the place must not be written, OSError if it cannot."""
-        _check_place(self.path, self._source)
+        _check_place(self.path, self._sources)
         for folder in reversed(self.path.parents):
             if not folder.exists():
                 folder.mkdir()
@@ -87,10 +88,9 @@ class OutputFolder:
         self._lock = None
 
 
-def _check_place(path: Path, source: Path | None) -> None:
+def _check_place(path: Path, sources: Sequence[Path]) -> None:
     """Raises CheckpointError for a place that no output may have, whatever is there now."""
-    if source is not None:
-        source = Path(os.path.realpath(source))
+    for source in map(Path, map(os.path.realpath, sources)):
         if path == source or path.is_relative_to(source) or source.is_relative_to(path):
             raise CheckpointError(
                 f"the output `{path}` and the model `{source}` must not be the same folder or one inside the other",

@@ -50,7 +50,7 @@ class CheckpointWriter:
     def __init__(
         self, out: Path, *, source: Path | None = None, overwrite: bool = False, shard_bytes: int = SHARD_BYTES
     ) -> None:
-        self._folder = OutputFolder(out, source=source, overwrite=overwrite)
+        self._folder = OutputFolder(out, sources=() if source is None else (source,), overwrite=overwrite)
         self._shard_bytes = shard_bytes
         self._shard: ShardWriter | None = None
         self._shard_count = 0

@@ -17,6 +17,7 @@ from quantkit.commands.compare_report import (
 from quantkit.commands.evaluate_report import PerplexityReport, PerplexityTable, Scored
 from quantkit.commands.evaluate_text import ReadText, bos_notes, require_known, tokenizer_notes
 from quantkit.commands.gate import Gate
+from quantkit.commands.result_file import require_absent
 from quantkit.errors import CheckpointError, RequestError, UsageError
 from quantkit.evaluators.cached import CachedModel
 from quantkit.evaluators.conversation import CacheChoice
@@ -120,6 +121,8 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport | Sa
     that was saved so.
     """
     gate = Gate.parse(settings.gate, COMPARE_FIGURES)
+    if settings.save_reference is not None and not _is_saved(settings.save_reference):
+        require_absent(settings.save_reference, "--save-reference")
     placement = Placement.choose(settings.device, settings.dtype)
     cache = _cache(settings)
     if cache is not None:  # refused before any weights are read
@@ -162,6 +165,15 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport | Sa
         gate,
         saved,
     )
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether it is a saved reference, which another may replace."""
+    try:
+        SavedReference.load(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _cache(settings: CompareSettings) -> CacheChoice | None:

@@ -10,6 +10,7 @@ from quantkit.calibration.dataset import read_rows
 from quantkit.checkpoint.durable import write_file
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.evaluate_report import json_number
+from quantkit.commands.result_file import require_absent
 from quantkit.errors import CalibrationError, CheckpointError, UsageError
 from quantkit.evaluators.likelihood import require_room
 from quantkit.evaluators.metrics import Metric, answer_metrics, sacrebleu, translation_signature
@@ -100,6 +101,7 @@ def run(settings: TasksSettings, progress: Progress) -> TasksReport:
     Raises UsageError for settings, CalibrationError for tasks, CheckpointError for the model's files, RequestError for
     items beyond the model's context, GateError when logits are no finite numbers.
     """
+    require_absent(settings.save_items, "--save-items")
     placement = Placement.choose(settings.device, settings.dtype)
     metrics = answer_metrics(settings.metrics)
     checkpoint = open_checkpoint(settings.model)

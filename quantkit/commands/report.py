@@ -175,8 +175,9 @@ def run(settings: ReportSettings, progress: Progress) -> Report:
     folder that cannot be written."""
     if not settings.candidates:
         raise UsageError("no candidate to report on", hint="quantkit eval report REFERENCE CANDIDATE -o report")
-    folder = OutputFolder(settings.out, source=None, overwrite=settings.overwrite)
     checkpoints = [open_checkpoint(name) for name in (settings.reference, *settings.candidates)]
+    read = [checkpoint.path for checkpoint in checkpoints]
+    folder = OutputFolder(settings.out, sources=read, overwrite=settings.overwrite)
     measurement = None
     if settings.measurement is not None:
         measurement = Measurement.load(settings.measurement)

@@ -12,7 +12,7 @@ from quantkit.errors import CheckpointError
 
 
 def claim(path: Path, *, overwrite: bool = False) -> OutputFolder:
-    folder = OutputFolder(path, source=None, overwrite=overwrite)
+    folder = OutputFolder(path, sources=(), overwrite=overwrite)
     folder.claim()
     return folder
 
@@ -111,7 +111,7 @@ def test_a_result_that_is_finished_meanwhile_is_not_taken_for_a_working_folder(
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", finish_then_lock)
-    second = OutputFolder(tmp_path / "out", source=None, overwrite=False)
+    second = OutputFolder(tmp_path / "out", sources=(), overwrite=False)
     with pytest.raises(CheckpointError, match="is not empty"):
         second.claim()
     second.abandon()
@@ -150,10 +150,10 @@ def test_the_new_folder_has_the_usual_permissions(tmp_path: Path) -> None:
 
 def test_the_root_of_all_folders_is_refused() -> None:
     with pytest.raises(CheckpointError, match="`/` cannot be an output folder") as caught:
-        OutputFolder(Path("/"), source=None, overwrite=True)
+        OutputFolder(Path("/"), sources=(), overwrite=True)
     assert caught.value.hint
 
 
 def test_the_home_of_nobody_is_a_name_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert OutputFolder(Path("~no such user/out"), source=None, overwrite=False).path == tmp_path / "~no such user/out"
+    assert OutputFolder(Path("~no such user/out"), sources=(), overwrite=False).path == tmp_path / "~no such user/out"

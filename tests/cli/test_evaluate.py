@@ -204,6 +204,9 @@ def test_tasks_of_every_kind(folder, questions, tmp_path, capsys):
     assert cli.run(arguments[:4]) == 0
     shown = capsys.readouterr().out
     assert "accuracy" in shown and "ends" in shown
+    before = Path(questions).read_bytes()
+    assert cli.run([*arguments[:4], "--save-items", questions]) == 10
+    assert "is not replaced" in capsys.readouterr().err and Path(questions).read_bytes() == before
 
 
 def test_examples_change_what_is_asked_and_fields_may_be_renamed(folder, questions, tmp_path, capsys):
@@ -211,7 +214,7 @@ def test_examples_change_what_is_asked_and_fields_may_be_renamed(folder, questio
     renamed.write_text(Path(questions).read_text().replace('"query"', '"sentence"'))
     values = []
     for arguments in ([questions], [questions, "--shots", "2"], [str(renamed), "--shots", "2", "--field", "query=sentence"]):
-        items = tmp_path / "items"
+        items = tmp_path / f"items-{len(values)}"
         assert cli.run(["eval", "tasks", folder, *arguments, "--save-items", str(items), "--json"]) == 0
         capsys.readouterr()
         values.append([json.loads(line)["likelihoods"] for line in items.read_text().splitlines()])

@@ -174,3 +174,24 @@ def test_plots_of_one_point_and_of_nothing_known():
     assert "<circle" in scatter("a", "t", "x", "y", [Point("p", 4, 0.1, 0.0, 0.2)], log=True)
     assert "polyline" in lines("b", "t", "x", "y", [("s", [0.0])])
     assert "<rect" not in heat_map("c", "t", "bits", ["k"], [[None]])
+
+
+def test_a_report_never_takes_the_place_of_a_model_that_it_judges(tmp_path, capsys):
+    first, second = (tiny.write_model(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 2)))
+    (tmp_path / "notes.txt").write_text("some words " * 400)
+    words = ["--text", str(tmp_path / "notes.txt"), "--length", "32", "--windows", "1", "--overwrite"]
+    for out in (first, second):
+        assert cli.run(["eval", "report", str(first), str(second), "-o", str(out), *words]) == 10
+        assert "must not be the same folder" in capsys.readouterr().err
+        assert (out / "model.safetensors").is_file()
+
+
+def test_a_saved_reference_takes_no_place_of_another_file(tmp_path, capsys):
+    model = tiny.write_model(tmp_path / "a")
+    place = model / "model.safetensors"
+    before = place.read_bytes()
+    (tmp_path / "notes.txt").write_text("some words " * 400)
+    words = ["--text", str(tmp_path / "notes.txt"), "--length", "32", "--windows", "1"]
+    assert cli.run(["eval", "compare", str(model), "--save-reference", str(place), *words]) == 10
+    assert "exists, and is not replaced" in capsys.readouterr().err
+    assert place.read_bytes() == before
