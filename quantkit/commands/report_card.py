@@ -67,13 +67,20 @@ def number(value: float | None) -> str:
     return "infinite" if value is None else f"{value:.4f}"
 
 
+CALIBRATED = ("gptq-to-exl2", "exl2-to-gptq")
+"""Conversions that read text unless told not to."""
+
+
 def _calibration(made: Mapping[str, Any]) -> str:
     """What the folder's own record says of it."""
     if not made:
         return "not known"
-    text = (
-        f"{made.get('samples')} × {made.get('length')} tokens of `{made.get('calibration')}`, seed {made.get('seed')}"
-    )
-    text = "no text" if made.get("effort") == "nearest" else text
     versions = f"quantkit {made.get('quantkit')}, torch {made.get('torch')}"
+    tokens = f"{made.get('samples')} × {made.get('length')} tokens"
+    read = f"{tokens} of `{made.get('calibration')}`, seed {made.get('seed')}"
+    command = str(made.get("command"))
+    if command.startswith("convert"):
+        calibrated = made.get("route") in CALIBRATED and not made.get("data_free")
+        return f"{read if calibrated else 'no text'}, by `quantkit {command}`, {versions}"
+    text = "no text" if made.get("effort") == "nearest" else read
     return f"{text}, effort `{made.get('effort')}`, {versions}"

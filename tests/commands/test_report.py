@@ -11,6 +11,7 @@ from quantkit import cli
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.report import ModelFacts, _labels
+from quantkit.commands.report_card import _calibration
 from quantkit.commands.report_plots import Axis, Point, heat_map, lines, pareto, scatter
 from quantkit.evaluators.depth import depth_errors
 from quantkit.runtime.load import load
@@ -195,3 +196,12 @@ def test_a_saved_reference_takes_no_place_of_another_file(tmp_path, capsys):
     assert cli.run(["eval", "compare", str(model), "--save-reference", str(place), *words]) == 10
     assert "exists, and is not replaced" in capsys.readouterr().err
     assert place.read_bytes() == before
+
+
+def test_a_card_says_what_was_read_and_by_what():
+    made = {"quantkit": "1", "torch": "2", "samples": 8, "length": 32, "calibration": "bundled", "seed": 0}
+    free = _calibration({**made, "command": "convert gptq-to-exl2", "route": "gptq-to-exl2", "data_free": True})
+    assert free == "no text, by `quantkit convert gptq-to-exl2`, quantkit 1, torch 2"
+    read = _calibration({**made, "command": "convert gptq-to-exl2", "route": "gptq-to-exl2", "data_free": False})
+    assert read.startswith("8 × 32 tokens of `bundled`, seed 0, by")
+    assert _calibration({**made, "command": "quantize", "effort": "nearest"}).startswith("no text, effort `nearest`")
