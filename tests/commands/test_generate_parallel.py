@@ -73,7 +73,7 @@ def test_processes_of_one_machine_divide_its_memory(tmp_path, monkeypatch) -> No
     monkeypatch.setattr(generate_queue, "free_bytes", lambda device: 12 * page)
     setup = Setup.open(GenerateSettings(str(tiny.write_model(tmp_path / "model", **SHAPE)), cache_fraction=0.5))
     requests = [Request(ids=[5] * 300, max_new_tokens=10, seed=number) for number in range(4)]
-    assert generate_queue._positions(setup, setup.load().model, requests) == 3 * 256
+    assert generate_queue._fit(setup, setup.load(), requests)[0] == 3 * 256
 
 
 @pytest.mark.parametrize(
