@@ -20,7 +20,6 @@ from quantkit.commands.gate import Gate
 from quantkit.commands.result_file import require_absent
 from quantkit.errors import CheckpointError, RequestError, UsageError
 from quantkit.evaluators.cached import CachedModel
-from quantkit.evaluators.conversation import CacheChoice
 from quantkit.evaluators.divergence import compare as measure_divergence
 from quantkit.evaluators.perplexity import score
 from quantkit.evaluators.saved_reference import (
@@ -33,6 +32,7 @@ from quantkit.evaluators.saved_reference import record as record_reference
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.cache_format import cache_format
+from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
@@ -127,7 +127,7 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport | Sa
     cache = _cache(settings)
     if cache is not None:  # refused before any weights are read
         judged = open_checkpoint(settings.candidate or settings.reference).model_config
-        cache_format(cache.name, judged.head_dim, placement.dtype)
+        cache_format(cache.kv, judged.head_dim, placement.dtype)
     if settings.candidate is None and cache is not None:  # what the cache alone does to the reference
         settings = replace(settings, candidate=settings.reference)
     if settings.candidate is None:
@@ -176,14 +176,14 @@ def _is_saved(path: Path) -> bool:
     return True
 
 
-def _cache(settings: CompareSettings) -> CacheChoice | None:
+def _cache(settings: CompareSettings) -> CachePlan | None:
     """The cache that the candidate is read through; None for none."""
     if settings.kv is None and not settings.kv_resident:
         return None
-    return CacheChoice(settings.kv, settings.kv_resident)
+    return CachePlan(settings.kv, resident=settings.kv_resident)
 
 
-def _through(candidate: Model, cache: CacheChoice | None, name: str) -> tuple[Model, str]:
+def _through(candidate: Model, cache: CachePlan | None, name: str) -> tuple[Model, str]:
     """The candidate behind the cache that was asked for, and its name with that."""
     if cache is None:
         return candidate, name

@@ -6,10 +6,11 @@ from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.errors import CheckpointError, GateError, RequestError
-from quantkit.evaluators.conversation import CacheChoice, Frame, Prompt, bundled_prompts, most_positions
+from quantkit.evaluators.conversation import Frame, Prompt, bundled_prompts, most_positions
 from quantkit.evaluators.probe import LIMITS, FormatResult, Talk, mean, probe, talk_all, tells_alone
 from quantkit.progress import Progress
 from quantkit.runtime.cache_format import cache_format
+from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
@@ -178,9 +179,9 @@ def run(settings: DegenerationSettings, progress: Progress) -> DegenerationRepor
     placement = Placement.choose(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model)
     original = None if settings.reference is None else open_checkpoint(settings.reference)
-    caches = [CacheChoice(name, settings.kv_resident) for name in settings.kv or (None,)]
+    caches = [CachePlan(name, resident=settings.kv_resident) for name in settings.kv or (None,)]
     for cache in caches:  # refused before the weights are read
-        cache_format(cache.name, checkpoint.model_config.head_dim, placement.dtype)
+        cache_format(cache.kv, checkpoint.model_config.head_dim, placement.dtype)
     tokenizer = Tokenizer.open(checkpoint.path)
     prompts, follow_ups = bundled_prompts(settings.quick)
     frame = Frame(tokenizer, follow_ups)
@@ -189,7 +190,7 @@ def run(settings: DegenerationSettings, progress: Progress) -> DegenerationRepor
     reference = None
     if original is not None:
         other = load_model(original, placement.device, placement.dtype)
-        talks, _ = talk_all(other, frame, prompts, CacheChoice(), progress, seed=settings.seed, tokens=settings.tokens)
+        talks, _ = talk_all(other, frame, prompts, CachePlan(), progress, seed=settings.seed, tokens=settings.tokens)
         reference = (other, talks)
     results = tuple(
         probe(model, frame, prompts, cache, progress, reference, seed=settings.seed, tokens=settings.tokens)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RequestError
-from quantkit.evaluators.conversation import CacheChoice
 from quantkit.models.attention import Cache
 from quantkit.models.transformer import Model
 from quantkit.runtime.cache import CacheView
 from quantkit.runtime.cache_sequence import CacheSequence
+from quantkit.runtime.capacity import CachePlan
 
 STEP = 128
 """Tokens of each text at once: what a cache streams or stores in pieces is seen too."""
@@ -20,12 +20,12 @@ STEP = 128
 class CachedModel(Model):
     """The same model; `hidden` without a cache of its own reads each row through a new one."""
 
-    choice: CacheChoice = CacheChoice()  # noqa: RUF009 - frozen
+    plan: CachePlan = CachePlan()  # noqa: RUF009 - frozen
 
     @classmethod
-    def of(cls, model: Model, choice: CacheChoice) -> "CachedModel":
+    def of(cls, model: Model, plan: CachePlan) -> "CachedModel":
         parts = (model.config, model.architecture, model.dtype, model.device, model.embedding, model.blocks, model.head)
-        return cls(*parts, choice)
+        return cls(*parts, plan)
 
     def hidden(
         self,
@@ -39,13 +39,13 @@ class CachedModel(Model):
         if cache is not None or positions is not None:
             return Model.hidden(self, ids, positions, cache, length)
         rows, width = ids.shape
-        pool = self.choice.pool(self, [width] * rows)
+        pool = self.plan.pool_of(self, [width] * rows)
         sequences = [CacheSequence(pool, width) for _ in range(rows)]
         for sequence in sequences:
             sequence.known = width
         view = CacheView(pool, sequences)
         states = [Model.hidden(self, part, cache=view) for part in ids.split(STEP, dim=1)]
-        if self.choice.resident and not pool.pages_streamed:
+        if self.plan.resident and not pool.pages_streamed:
             raise RequestError(
                 f"windows of {width} tokens stay resident as a whole: no page was streamed",
                 hint="use a smaller `--kv-resident`, or a greater `--length`",

@@ -20,11 +20,10 @@ from quantkit.evaluators.degeneration import Answer
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress, Silent
 from quantkit.runtime.cache import CacheView
-from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.cache_sequence import CacheSequence
+from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.finite import locate, require_finite
 from quantkit.runtime.page_pool import PagePool
-from quantkit.runtime.page_store import PAGE
 from quantkit.runtime.sampler import Sampling, choose
 from quantkit.runtime.tokenizer import Tokenizer
 
@@ -163,31 +162,12 @@ class Conversation:
         self._entropies.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class CacheChoice:
-    """Which cache a conversation is held over: a format by name (None: that of the arithmetic), and how many positions
-    of each stay on the device (0: all)."""
-
-    name: str | None = None
-    resident: int = 0
-
-    def pool(self, model: Model, lengths: Sequence[int]) -> PagePool:
-        """Raises RequestError where there is no memory for it, UsageError for an unknown format."""
-        form = cache_format(self.name, model.config.head_dim, model.dtype)
-        pages = sum(-(-length // PAGE) for length in lengths)
-        return PagePool(model.config, pages, form, model.device, resident=self.resident, sequences=len(lengths))
-
-    def label(self, model: Model) -> str:
-        form = cache_format(self.name, model.config.head_dim, model.dtype).name
-        return f"{form}, {self.resident} resident" if self.resident else form
-
-
 @torch.inference_mode()
 def converse(
     model: Model,
     conversations: Sequence[Conversation],
     frame: Frame,
-    cache: CacheChoice,
+    cache: CachePlan,
     progress: Progress | None = None,
 ) -> int:
     """Let every conversation use its budget up; returns how many pages had to be streamed.
@@ -200,7 +180,7 @@ def converse(
         for start in range(0, len(conversations), SIDE_BY_SIDE):
             part = conversations[start : start + SIDE_BY_SIDE]
             room = [most_positions(one.prompt, frame, one.left) for one in part]
-            pool = cache.pool(model, room)
+            pool = cache.pool_of(model, room)
             sequences = [CacheSequence(pool, tokens) for tokens in room]
             while active := [index for index, one in enumerate(part) if one.left > 0]:
                 before = sum(part[index].left for index in active)
@@ -248,13 +228,13 @@ def _entropies(logits: Tensor) -> list[float]:
 
 
 @torch.inference_mode()
-def read_again(model: Model, conversation: Conversation, cache: CacheChoice) -> Tensor:
+def read_again(model: Model, conversation: Conversation, cache: CachePlan) -> Tensor:
     """Logits `[answered tokens, vocab]` of what a conversation's model said, read a few tokens at a time (`APPENDS`).
 
     Raises GateError when logits are not finite.
     """
     ids = conversation.seen
-    pool = cache.pool(model, [len(ids)])
+    pool = cache.pool_of(model, [len(ids)])
     sequence = CacheSequence(pool, len(ids))
     sequence.known = len(ids)
     first = conversation.answered.index(True)

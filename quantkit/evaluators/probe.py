@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.evaluators.conversation import CacheChoice, Conversation, Frame, Prompt, converse, read_again, read_whole
+from quantkit.evaluators.conversation import Conversation, Frame, Prompt, converse, read_again, read_whole
 from quantkit.evaluators.degeneration import Symptoms, divergence_point, examine
 from quantkit.evaluators.divergence import divergences
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress, Silent
+from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.sampler import Sampling
 
 TOKENS = 400
@@ -128,7 +129,7 @@ def talk_all(
     model: Model,
     frame: Frame,
     prompts: Sequence[Prompt],
-    cache: CacheChoice,
+    cache: CachePlan,
     progress: Progress | None = None,
     *,
     seed: int = 0,
@@ -152,7 +153,7 @@ def probe(
     model: Model,
     frame: Frame,
     prompts: Sequence[Prompt],
-    cache: CacheChoice,
+    cache: CachePlan,
     progress: Progress | None = None,
     reference: tuple[Model, Sequence[Talk]] | None = None,
     *,
@@ -179,7 +180,7 @@ def probe(
     return FormatResult(label, tuple(beside), pages, findings, excess, kl, judged=kl is not None)
 
 
-def _beside(model: Model, talk: Talk, original: Model, other: Talk, cache: CacheChoice) -> Talk:
+def _beside(model: Model, talk: Talk, original: Model, other: Talk, cache: CachePlan) -> Talk:
     """A greedy talk with what the reference says of it."""
     mine, theirs = ([index for answer in one.conversation.answers for index in answer.ids] for one in (talk, other))
     vocab = min(original.config.vocab_size, model.config.vocab_size)

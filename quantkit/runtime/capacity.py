@@ -5,12 +5,14 @@
     pool = plan.pool(config, needed, model.dtype, model.device)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quantkit.errors import RequestError, UsageError
 from quantkit.memory import PREFILL_TOKENS
+from quantkit.models.transformer import Model
 from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.page_pool import CacheShape, PagePool
 from quantkit.runtime.page_store import PAGE
@@ -83,6 +85,16 @@ class CachePlan:
         if self.tokens is not None and held > self.tokens:
             raise asked.refused("the cache", held, self.tokens, f"`--cache-tokens {_whole(held)}`")
         return held
+
+    def label(self, model: Model) -> str:
+        """Format and resident window, in words."""
+        form = cache_format(self.kv, model.config.head_dim, model.dtype).name
+        return f"{form}, {self.resident} resident" if self.resident else form
+
+    def pool_of(self, model: Model, lengths: Sequence[int]) -> PagePool:
+        """A pool for texts of these lengths, which run at once. Raises as `pool` does."""
+        positions = sum(map(_whole, lengths))
+        return self.pool(model.config, positions, model.dtype, model.device, len(lengths))
 
     def pool(
         self, config: CacheShape, positions: int, dtype: torch.dtype, device: str | torch.device, sequences: int = 1

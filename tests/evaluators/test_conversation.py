@@ -6,7 +6,6 @@ from contiguous import ContiguousCache
 from quantkit.evaluators import conversation
 from quantkit.evaluators.conversation import (
     MOST_ANSWERS,
-    CacheChoice,
     Conversation,
     Frame,
     Prompt,
@@ -16,6 +15,7 @@ from quantkit.evaluators.conversation import (
     read_again,
     read_whole,
 )
+from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.load import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.tokenizer import Tokenizer
@@ -51,10 +51,10 @@ def test_conversations_side_by_side_say_what_each_says_alone(model, frame, monke
     sampled = Sampling(temperature=1.0)
     monkeypatch.setattr(conversation, "SIDE_BY_SIDE", 2)
     together = [begin(frame, ask, 20 + at, sampled, at) for at, ask in enumerate(asks)]
-    converse(model, together, frame, CacheChoice())
+    converse(model, together, frame, CachePlan())
     for at, ask in enumerate(asks):
         alone = begin(frame, ask, 20 + at, sampled, at)
-        converse(model, [alone], frame, CacheChoice())
+        converse(model, [alone], frame, CachePlan())
         assert alone.seen == together[at].seen and alone.answered == together[at].answered
         assert sum(len(answer.ids) for answer in alone.answers) == 20 + at
 
@@ -95,7 +95,7 @@ def test_without_a_chat_template_it_is_plain_text(folder, tmp_path, model):
     assert frame.tokenizer.decode(frame.go_on(1)) == "\n\nwhy?\n"
 
 
-@pytest.mark.parametrize("cache", [CacheChoice(), CacheChoice("fp16"), CacheChoice("int8")], ids=str)
+@pytest.mark.parametrize("cache", [CachePlan(), CachePlan("fp16"), CachePlan("int8")], ids=str)
 def test_read_again_in_small_appends_gives_the_logits_of_one_pass(cache, model, frame):
     one = begin(frame, "the end of the other", tokens=40)
     one.hear(20, 0.0, frame)
@@ -104,13 +104,13 @@ def test_read_again_in_small_appends_gives_the_logits_of_one_pass(cache, model, 
         one.hear(token, 0.0, frame)
     whole, again = read_whole(model, one), read_again(model, one, cache)
     assert whole.shape == again.shape == (21, 320)
-    near = {None: 1e-4, "fp16": 2e-2, "int8": 0.3}[cache.name]
+    near = {None: 1e-4, "fp16": 2e-2, "int8": 0.3}[cache.kv]
     assert float((whole - again).abs().max()) < near
 
 
 def test_entropies_are_those_of_the_distribution_before_each_token(model, frame):
     one = begin(frame, "the sands", tokens=5)
-    converse(model, [one], frame, CacheChoice())
+    converse(model, [one], frame, CachePlan())
     answer = one.answers[0]
     cache = ContiguousCache()
     with torch.inference_mode():

@@ -4,9 +4,10 @@ import faulty_cache
 import pytest
 import tiny
 
-from quantkit.evaluators.conversation import CacheChoice, Frame, Prompt
+from quantkit.evaluators.conversation import Frame, Prompt
 from quantkit.evaluators.degeneration import Symptoms
 from quantkit.evaluators.probe import FormatResult, Talk, judge_alone, judge_beside, probe, talk_all
+from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.load import load
 from quantkit.runtime.tokenizer import Tokenizer
 
@@ -75,16 +76,16 @@ def test_verdicts():
 
 
 def test_prompts_that_tell_nothing_alone_make_no_model_healthy(model, frame):
-    found = probe(model, frame, PROMPTS[1:], CacheChoice(), tokens=8)
+    found = probe(model, frame, PROMPTS[1:], CachePlan(), tokens=8)
     assert found.findings == () and found.verdict == "not run" and "nothing to judge by" in found.reasons[0]
-    theirs, _ = talk_all(model, Mute(frame), PROMPTS, CacheChoice(), tokens=8)
-    assert probe(model, Mute(frame), PROMPTS, CacheChoice(), reference=(model, theirs), tokens=8).verdict == "not run"
+    theirs, _ = talk_all(model, Mute(frame), PROMPTS, CachePlan(), tokens=8)
+    assert probe(model, Mute(frame), PROMPTS, CachePlan(), reference=(model, theirs), tokens=8).verdict == "not run"
 
 
 def test_a_model_beside_itself_neither_diverges_nor_exceeds(model, frame):
-    theirs, streamed = talk_all(model, frame, PROMPTS, CacheChoice(), tokens=40)
+    theirs, streamed = talk_all(model, frame, PROMPTS, CachePlan(), tokens=40)
     assert len(theirs) == 4 and streamed == 0
-    found = probe(model, frame, PROMPTS, CacheChoice(), reference=(model, theirs), tokens=40)
+    found = probe(model, frame, PROMPTS, CachePlan(), reference=(model, theirs), tokens=40)
     assert found.kl < 1e-6 and found.loop_excess == 0 and found.diverges == 40
     assert found.label == "fp32" and found.ran and found.findings == ()
 
@@ -98,19 +99,19 @@ class Mute:
 
 
 def test_a_reference_that_says_nothing_has_no_divergence(model, frame):
-    mute, _ = talk_all(model, Mute(frame), PROMPTS, CacheChoice(), tokens=8)
+    mute, _ = talk_all(model, Mute(frame), PROMPTS, CachePlan(), tokens=8)
     assert not any(any(one.conversation.answered) for one in mute)
-    found = probe(model, frame, PROMPTS, CacheChoice(), reference=(model, mute), tokens=8)
+    found = probe(model, frame, PROMPTS, CachePlan(), reference=(model, mute), tokens=8)
     assert found.kl is None and all(one.kl is None for one in found.talks)
-    said, _ = talk_all(model, frame, PROMPTS, CacheChoice(), tokens=8)
-    some = probe(model, frame, PROMPTS, CacheChoice(), reference=(model, [mute[0], *said[1:]]), tokens=8)
+    said, _ = talk_all(model, frame, PROMPTS, CachePlan(), tokens=8)
+    some = probe(model, frame, PROMPTS, CachePlan(), reference=(model, [mute[0], *said[1:]]), tokens=8)
     assert [one.kl is None for one in some.talks] == [True, False, True, True] and some.kl < 1e-6
 
 
 def test_values_lost_in_every_second_append_are_found_in_every_format(model, frame, monkeypatch):
     """The planted fault shows beside a reference that was read without it, and the healthy formats do not."""
-    theirs, _ = talk_all(model, frame, PROMPTS, CacheChoice(), tokens=40)
-    formats = [CacheChoice(name) for name in (None, "fp16", "int8")]
+    theirs, _ = talk_all(model, frame, PROMPTS, CachePlan(), tokens=40)
+    formats = [CachePlan(name) for name in (None, "fp16", "int8")]
     for cache in formats:
         healthy = probe(model, frame, PROMPTS, cache, reference=(model, theirs), tokens=40)
         assert healthy.kl < 0.01, healthy.label
@@ -121,7 +122,7 @@ def test_values_lost_in_every_second_append_are_found_in_every_format(model, fra
 
 
 def test_a_resident_window_that_never_streams_did_not_run(model, frame):
-    short = probe(model, frame, PROMPTS, CacheChoice("fp16", 1024), tokens=16)
+    short = probe(model, frame, PROMPTS, CachePlan("fp16", resident=1024), tokens=16)
     assert short.streamed == 0 and short.verdict == "not run"
-    talks, streamed = talk_all(model, frame, PROMPTS[:1], CacheChoice("fp16", 256), tokens=1000, ways=("greedy",))
+    talks, streamed = talk_all(model, frame, PROMPTS[:1], CachePlan("fp16", resident=256), tokens=1000, ways=("greedy",))
     assert streamed > 0 and talks[0].symptoms.tokens <= 1000
