@@ -41,7 +41,7 @@ class Orthogonal:
         odd, factors = size, []
         while odd % 2 == 0:
             width = min(LARGEST_HADAMARD, odd & -odd)
-            factors.append(_hadamard(width))
+            factors.append(hadamard(width))
             odd //= width
         if odd > 1:
             factors.append(_orthogonal(odd, generator))
@@ -132,7 +132,7 @@ def norm_before(spec: LinearSpec) -> str | None:
     return f"model.layers.{block_of(spec.name)}.{name}"
 
 
-def _hadamard(size: int) -> Tensor:
+def hadamard(size: int) -> Tensor:
     """Sylvester's, of norm one: rows of ±1/√size, for a power of two."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)

@@ -21,6 +21,7 @@ from torch import Tensor
 from quantkit.errors import RequestError, UsageError
 from quantkit.kernels.steps import GROUP, decode, encode
 from quantkit.memory import KV_FORMATS
+from quantkit.models.rotation import hadamard
 
 
 class Rows(NamedTuple):
@@ -134,8 +135,5 @@ def _block(head_dim: int) -> int:
 
 @cache
 def _rotation(size: int, device: torch.device) -> Tensor:
-    """The Hadamard matrix of Sylvester's construction over the root of its size: symmetric, and its own inverse."""
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / size**0.5).to(device)
+    """A Hadamard matrix in float32: symmetric, and its own inverse."""
+    return hadamard(size).to(device, torch.float32)
