@@ -20,6 +20,7 @@ import torch
 
 from quantkit.checkpoint.durable import write_file
 from quantkit.checkpoint.fingerprint import fingerprint
+from quantkit.checkpoint.folder import RESULT_FILE, read_json
 from quantkit.checkpoint.output_folder import OutputFolder
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands import evaluate, evaluate_degeneration
@@ -41,7 +42,6 @@ from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import CompareSettings, DegenerationSettings, QuantizeSettings, ReportSettings
 from quantkit.version import VERSION
 
-RESULT = "quantkit.json"
 FILES = ("plan", "measurement")
 """Settings of `quantkit quantize` that are files, of which a record has the digest."""
 NO_OPTION = ("model", "out", "device", "dtype", "free_group_size", "evaluate")
@@ -274,7 +274,7 @@ def _facts(checkpoint: Checkpoint, name: str, label: str) -> ModelFacts:
         size_bytes=sum(Path(file).stat().st_size for file in files),
         bits=bits,
         fingerprint=fingerprint(checkpoint),
-        made_with=_made_with(checkpoint.path / RESULT),
+        made_with=_made_with(checkpoint.path),
     )
 
 
@@ -287,11 +287,11 @@ def _texts(value: Any) -> list[str]:
     return [str(one) for one in found] if isinstance(found, tuple | list) else []
 
 
-def _made_with(file: Path) -> dict[str, Any]:
+def _made_with(folder: Path) -> dict[str, Any]:
     """The facts in a folder's record; empty where there is none that can be read."""
     try:
-        facts = json.loads(file.read_bytes()).get("facts", {})
-    except (OSError, ValueError, AttributeError):
+        facts = read_json(folder / RESULT_FILE).get("facts", {})
+    except CheckpointError:
         return {}
     return facts if isinstance(facts, dict) else {}
 
