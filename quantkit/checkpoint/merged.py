@@ -46,6 +46,15 @@ def require_fit(adapter: Adapter, weight: float, shapes: Mapping[str, tuple[int,
         )
 
 
+def require_no_tied_embedding(adapter: Adapter, tied: bool, model: Path) -> None:
+    """Raises CheckpointError for an adapter of an embedding that is the head as well, which would change both."""
+    if tied and f"{EMBEDDING}.weight" in adapter.targets:
+        raise CheckpointError(
+            f"`{adapter.path}` adapts `{EMBEDDING}.weight`, which is the head of `{model}` as well",
+            hint="merge it with the library that it was trained with",
+        )
+
+
 def added(name: str, adapters: Weighted) -> Tensor | None:
     """What adapters add to a tensor, float32; None where no adapter does."""
     total: Tensor | None = None
@@ -106,9 +115,5 @@ def merge(checkpoint: Checkpoint, adapters: Weighted) -> MergedSource:
     shapes = checkpoint.architecture.tensors(config)
     for adapter, weight in adapters:
         require_fit(adapter, weight, shapes, checkpoint.path)
-        if config.tie_embeddings and f"{EMBEDDING}.weight" in adapter.targets:
-            raise CheckpointError(
-                f"`{adapter.path}` adapts `{EMBEDDING}.weight`, which is the head of `{checkpoint.path}` as well",
-                hint="merge it with the library that it was trained with",
-            )
+        require_no_tied_embedding(adapter, config.tie_embeddings, checkpoint.path)
     return MergedSource(checkpoint, adapters)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.adapter import Adapter, open_weighted
-from quantkit.checkpoint.merged import Weighted, added, require_fit
+from quantkit.checkpoint.merged import Weighted, added, require_fit, require_no_tied_embedding
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.convert_folder import open_source, rewriting
 from quantkit.commands.convert_report import ConvertReport
 from quantkit.errors import CheckpointError, FormatError, UsageError
-from quantkit.models.architecture import EMBEDDING
 from quantkit.progress import Progress
 from quantkit.settings import ConvertSettings
 
@@ -78,11 +77,7 @@ def _require_places(adapter: Adapter, source: Checkpoint) -> None:
             f"`{adapter.path}` adapts `{name}`, which goes by another name in the files of `{source.path}`",
             hint="apply it while the model runs: `quantkit generate MODEL --lora ADAPTER`",
         )
-    if source.config.get("tie_word_embeddings") and f"{EMBEDDING}.weight" in adapter.targets:
-        raise CheckpointError(
-            f"`{adapter.path}` adapts `{EMBEDDING}.weight`, which is the head of `{source.path}` as well",
-            hint="merge it with the library that it was trained with",
-        )
+    require_no_tied_embedding(adapter, bool(source.config.get("tie_word_embeddings")), source.path)
 
 
 def _merged(name: str, before: Tensor, adapters: Weighted) -> Tensor:
