@@ -14,6 +14,11 @@ PANEL_COLUMNS = 256
 TOKEN_SHARE = 0.25
 
 
+def gathering_bytes(features: int, number_bytes: int) -> int:
+    """What a Hessian takes while it is gathered: its sum, and the chunk of inputs to come."""
+    return number_bytes * features * (features + CHUNK_TOKENS)
+
+
 class Hessian:
     """Running mean of x xᵀ for the linears that read one input.
 

@@ -8,15 +8,16 @@ tokens of the block instead, as if they had been sent there, and an expert that 
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from quantkit import heap
-from quantkit.calibration.hessian import CHUNK_TOKENS, TOKEN_SHARE, Hessian
+from quantkit.calibration.hessian import TOKEN_SHARE, Hessian, gathering_bytes
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
 from quantkit.models.architecture import Stage
@@ -25,6 +26,7 @@ from quantkit.models.linear import Linear
 from quantkit.models.transformer import Block, Head, Rotary
 from quantkit.solver.inverse import Factor, factor, grouped
 
+Gathered = TypeVar("Gathered")
 HESSIAN_BYTES = 2 << 30
 SHARED_BELOW = 1 / 4
 """An expert with fewer tokens than so many for each of its input features is solved with all tokens of its block."""
@@ -204,16 +206,25 @@ def _passes(
     copies: int = 1,
 ) -> Iterator[list[Stage]]:
     """Stages whose Hessians, where they are to be gathered, fit into memory together."""
-    part: list[Stage] = []
+
+    def size(stage: Stage) -> int:
+        features = linears[stage.linears[0]].in_features
+        return copies * gathering_bytes(features, dtype.itemsize) if stage.name in gathered else 0
+
+    return in_passes(stages, size, hessian_bytes)
+
+
+def in_passes(stages: Iterable[Gathered], size: Callable[[Gathered], int], limit: int) -> Iterator[list[Gathered]]:
+    """As many stages at a time, in their order, as `limit` bytes hold together; at least one."""
+    part: list[Gathered] = []
     held = 0
     for stage in stages:
-        features = linears[stage.linears[0]].in_features
-        size = copies * dtype.itemsize * features * (features + CHUNK_TOKENS) * (stage.name in gathered)
-        if part and held + size > hessian_bytes:
+        own = size(stage)
+        if part and held + own > limit:
             yield part
             part, held = [], 0
         part.append(stage)
-        held += size
+        held += own
     if part:
         yield part
 

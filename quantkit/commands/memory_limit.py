@@ -11,8 +11,9 @@ from dataclasses import replace
 import torch
 
 from quantkit.calibration.gradients import BATCH_TOKENS, LOGITS_AT_ONCE
-from quantkit.calibration.hessian import CHUNK_TOKENS
+from quantkit.calibration.hessian import gathering_bytes
 from quantkit.calibration.sensitivity import CHUNK_OUTPUTS
+from quantkit.commands.block_hessians import in_passes
 from quantkit.commands.effort import Effort
 from quantkit.commands.memory_budget import DEFAULT, SPILL_BYTES, WALK_TOKENS, Budget
 from quantkit.commands.quantize_job import Subject
@@ -148,7 +149,7 @@ def _solving(
     if not subject.rows.numel():
         yield block + 5 * SINGLE * max(_size(spec) for stage in stages for spec in stage)
         return
-    for part in _passes(stages, budget.hessian_bytes, copies * hessian_bytes):
+    for part in in_passes(stages, lambda stage: _hessian(stage, copies * hessian_bytes), budget.hessian_bytes):
         held = sum(_hessian(stage, copies * hessian_bytes) for stage in part)
         yield block + activations + held
         for stage in part:
@@ -163,24 +164,8 @@ def _solving(
             held = rest
 
 
-def _passes(
-    stages: Sequence[Sequence[LinearSpec]], limit: int, hessian_bytes: int
-) -> Iterator[list[Sequence[LinearSpec]]]:
-    part: list[Sequence[LinearSpec]] = []
-    held = 0
-    for stage in stages:
-        size = _hessian(stage, hessian_bytes)
-        if part and held + size > limit:
-            yield part
-            part, held = [], 0
-        part.append(stage)
-        held += size
-    yield part
-
-
 def _hessian(stage: Sequence[LinearSpec], hessian_bytes: int) -> int:
-    features = stage[0].in_features
-    return features * (features + CHUNK_TOKENS) * hessian_bytes
+    return gathering_bytes(stage[0].in_features, hessian_bytes)
 
 
 def _backward(subject: Subject, stages: Sequence[Sequence[LinearSpec]]) -> int:
