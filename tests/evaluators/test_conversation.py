@@ -16,21 +16,10 @@ from quantkit.evaluators.conversation import (
     read_whole,
 )
 from quantkit.runtime.capacity import CachePlan
-from quantkit.runtime.load import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.tokenizer import Tokenizer
 
 FOLLOW_UPS = ("and then?", "why?")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return load(folder)
 
 
 @pytest.fixture(scope="module")

@@ -2,29 +2,17 @@ from types import SimpleNamespace
 
 import faulty_cache
 import pytest
-import tiny
 
 from quantkit.evaluators.conversation import Frame, Prompt
 from quantkit.evaluators.degeneration import Symptoms
 from quantkit.evaluators.probe import FormatResult, Talk, judge_alone, judge_beside, probe, talk_all
 from quantkit.runtime.capacity import CachePlan
-from quantkit.runtime.load import load
 from quantkit.runtime.tokenizer import Tokenizer
 
 PROMPTS = (
     Prompt("one", "chat", "the end of the other", alone=True, least_tokens=1),
     Prompt("two", "counting", "on and on", alone=False, least_tokens=1),
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return load(folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
 import pytest
-import tiny
 import torch
 
 from quantkit.errors import CalibrationError, RequestError
@@ -7,23 +6,6 @@ from quantkit.evaluators import likelihood
 from quantkit.evaluators.likelihood import encode_pair, likelihoods, require_room
 from quantkit.evaluators.metrics import answer_metrics
 from quantkit.evaluators.tasks import Languages, choose, judge_written, make_task
-from quantkit.runtime.load import load
-from quantkit.runtime.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return load(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer.open(folder)
 
 
 def plain_likelihood(model, before, after):

@@ -45,21 +45,6 @@ def perturbed(path, family, scale, **shape):
     return load(path)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return load(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer.open(folder)
-
-
 @pytest.mark.parametrize(
     ("family", "count"),
     [("LlamaForCausalLM", 1), ("LlamaForCausalLM", 6), ("Gemma2ForCausalLM", 4), ("MixtralForCausalLM", 3)],
