@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.options import RunDevice, RunDtype
 from quantkit.errors import UsageError
 from quantkit.settings import (
     CompareSettings,
@@ -40,8 +41,6 @@ Bos = Annotated[
         help="Put the model's BOS token in front of every window: Gemma needs it, other tools' figures lack it.",
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="Arithmetic: auto (fp32 on a CPU), fp32, bf16 or fp16.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
@@ -63,8 +62,8 @@ def perplexity(
         typer.Option("--stride", help="Tokens from one window to the next: below --length they overlap.", min=1),
     ] = None,
     bos: Bos = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: RunDevice = "auto",
+    dtype: RunDtype = "auto",
     as_json: Json = False,
 ) -> None:
     """Perplexity of models over windows of a text, with its standard error; without --text or --dataset of a bundled
@@ -114,8 +113,8 @@ def compare(
     kv_resident: Annotated[
         int, typer.Option("--kv-resident", help="Positions that stay on the device, the rest is streamed.", min=0)
     ] = 0,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: RunDevice = "auto",
+    dtype: RunDtype = "auto",
     as_json: Json = False,
 ) -> int:
     """KL divergence of CANDIDATE from REFERENCE over a text, how often both choose the same, both perplexities, and the
@@ -155,8 +154,8 @@ def degeneration(
     quick: Annotated[bool, typer.Option("--quick", help="A third of the prompts.")] = False,
     tokens: Annotated[int, typer.Option("--tokens", help="What the model says in one conversation.", min=16)] = 400,
     seed: Annotated[int, typer.Option("--seed", help="Of the sampled conversations.", min=0, max=2**62)] = 0,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: RunDevice = "auto",
+    dtype: RunDtype = "auto",
     as_json: Json = False,
 ) -> int:
     """Let MODEL talk at length and look for loops, stutter, collapsed entropy and wrong ends. Exits 0 when it is
@@ -196,8 +195,8 @@ def tasks(
     save_items: Annotated[
         Path | None, typer.Option("--save-items", help="Write what every item got to a .jsonl file.")
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: RunDevice = "auto",
+    dtype: RunDtype = "auto",
     as_json: Json = False,
 ) -> None:
     """Ask MODEL the questions of files: choices by likelihood, last words, written answers, translations. The fields of
@@ -242,8 +241,8 @@ def report(
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Run the quick degeneration probe of each candidate.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder.")] = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: RunDevice = "auto",
+    dtype: RunDtype = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure quantizations of REFERENCE alike, and write a page to look at, a JSON file and a model card for each."""

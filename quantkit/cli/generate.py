@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.options import RunDevice, RunDtype
 from quantkit.settings import GenerateSettings
 
 
@@ -125,10 +126,8 @@ def generate(
         bool, typer.Option("--allow-beyond-context", help="Let a text outgrow the context of the model.")
     ] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="Arithmetic: auto (fp32 on a CPU), fp32, bf16 or fp16.")
-    ] = "auto",
+    device: RunDevice = "auto",
+    dtype: RunDtype = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
 ) -> None:
     """Continue a prompt with MODEL, or a file of them; the text appears as it is made.
