@@ -4,6 +4,7 @@ import json
 import weakref
 from pathlib import Path
 
+import plain_exl2
 import pytest
 import tiny
 import torch
@@ -75,6 +76,17 @@ def test_the_result_is_exl2_of_the_rate_and_all_else_is_as_it_was(gptq: Path, ca
     name = report.linears[0].name
     new, old = after.dense(name).float(), before.dense(name).float()
     assert report.linears[0].error == pytest.approx(float((new - old).norm() / old.norm()), rel=1e-4)
+
+
+def test_the_result_is_read_by_a_plain_reader_of_the_format(gptq: Path, calibrated, tmp_path: Path) -> None:
+    free = tmp_path / "free"
+    convert(gptq, free, bpw=4.5, data_free=True, evaluate=False)
+    for out in (calibrated[0], free):
+        plain, read = plain_exl2.decode_folder(out), open_checkpoint(out)
+        assert set(plain) == set(read.linears())
+        for name, weight in plain.items():
+            dense = read.dense(name)  # outputs first
+            assert torch.equal(torch.from_numpy(weight)[:, : dense.shape[0]].T, dense), name
 
 
 def test_calibration_adds_clearly_less_than_data_free(gptq: Path, calibrated, tmp_path: Path) -> None:
