@@ -6,7 +6,6 @@ any text (a BOS token in some families, nothing in others), so that calibration 
 depends on the seed alone. A source far longer than what is asked for is tokenized in part: see `CHARACTERS_PER_TOKEN`.
 """
 
-import json
 import random
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.dataset import read_dataset
+from quantkit.calibration.json_lines import decode, parse_line
 from quantkit.errors import CalibrationError
 
 HELD_BACK = "held-back.txt"
@@ -130,7 +130,7 @@ def read_documents(path: Path) -> list[str]:
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
-        text = path.read_bytes().decode("utf-8")  # not `read_text`, which would change line ends
+        text = decode(path.read_bytes())  # not `read_text`, which would change line ends
     except UnicodeDecodeError as error:
         raise CalibrationError(
             f"`{path}` is not UTF-8 text: byte {error.start:,} cannot be decoded",
@@ -183,10 +183,9 @@ def _read_jsonl(path: Path, content: str) -> list[str]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            why = getattr(error, "msg", "it is nested too deeply")
-            raise CalibrationError(f"line {number} of `{path}` is not JSON: {why}", hint=ROW_HINT) from error
+            row = parse_line(line)
+        except ValueError as error:
+            raise CalibrationError(f"line {number} of `{path}` is not JSON: {error}", hint=ROW_HINT) from error
         documents.append(_text(row.get("text") if isinstance(row, dict) else None, f"line {number} of `{path}`"))
     return documents
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibration.dataset import read_rows
+from quantkit.calibration.json_lines import decode, parse_line
 from quantkit.checkpoint.durable import write_file
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.evaluate_report import json_number
@@ -135,13 +136,15 @@ def _read(name: str, settings: TasksSettings) -> Task:
     names = dict(_renaming(one) for one in settings.fields)
     path = Path(name)
     rows: Sequence[Mapping[str, Any]]
+    places = None
     if path.exists() or path.suffix == ".jsonl":
-        rows = read_items(path)
+        items = read_items(path)
+        rows, places = list(items.values()), [f"line {number} of `{path}`" for number in items]
     else:
         wanted = None if settings.limit is None else settings.limit + settings.shots
         rows = read_rows(name, settings.split, wanted)
     renamed = [{names.get(key, key): value for key, value in row.items()} for row in rows]
-    return make_task(path.stem if path.exists() else name, renamed, languages)
+    return make_task(path.stem if path.exists() else name, renamed, languages, places)
 
 
 def _renaming(text: str) -> tuple[str, str]:
@@ -152,29 +155,29 @@ def _renaming(text: str) -> tuple[str, str]:
     return theirs, ours
 
 
-def read_items(path: Path) -> list[Mapping[str, Any]]:
-    """Objects of a `.jsonl`. Raises CalibrationError for anything else."""
+def read_items(path: Path) -> dict[int, Mapping[str, Any]]:
+    """Objects of a `.jsonl`, each by the number of its line. Raises CalibrationError for anything else."""
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
+        lines = decode(path.read_bytes()).split("\n")
     except UnicodeDecodeError as error:
         raise CalibrationError(
             f"`{path}` is not UTF-8 text", hint=f"iconv -t UTF-8 -o items.jsonl {path.name}"
         ) from error
     except OSError as error:
         raise CalibrationError(f"`{path}` cannot be read: {error.strerror}", hint="give a `.jsonl` of items") from error
-    rows: list[Mapping[str, Any]] = []
+    rows: dict[int, Mapping[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_line(line)
+        except ValueError as error:
             raise CalibrationError(
-                f"line {number} of `{path}` is not JSON: {error.msg}", hint="one object a line"
+                f"line {number} of `{path}` is not JSON: {error}", hint="one object a line"
             ) from error
         if not isinstance(row, dict):
             raise CalibrationError(f"line {number} of `{path}` is no object", hint="one object a line")
-        rows.append(row)
+        rows[number] = row
     return rows
 
 

@@ -4,12 +4,12 @@ Each line is an object with `prompt`, `chat` or `messages`, perhaps an `id`, and
 it leaves out is as on the command line. Every line is read and checked before any weight is.
 """
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from quantkit.calibration.json_lines import parse_line
 from quantkit.checkpoint.adapter import open_weighted
 from quantkit.commands.generate_setup import Setup, cache_rows, ran_on, read_text
 from quantkit.errors import QuantkitError, RequestError, UsageError
@@ -47,6 +47,8 @@ FIELDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
 }
 """Key of a line → field of the settings, and the types that its value may have; of lists all are texts."""
 PROMPTS = ("prompt", "chat", "messages")
+LARGEST = 2**63
+"""No setting has use for a number beyond it, and Python makes no float of the largest whole ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,8 @@ def _request(setup: Setup, number: int, text: str) -> tuple[Any, Request]:
     unknown = sorted(line.keys() - {"id", *PROMPTS, *FIELDS})
     if unknown:
         raise RequestError(f"unknown key `{unknown[0]}`", hint=f"known are {', '.join(('id', *PROMPTS, *FIELDS))}")
+    if isinstance(line.get("id"), dict | list):
+        raise RequestError("`id` is an object or a list, expected a text or a number", hint='"id": "a"')
     changes: dict[str, Any] = {}
     for key, (name, types) in FIELDS.items():
         if key in line:
@@ -251,7 +255,7 @@ def _request(setup: Setup, number: int, text: str) -> tuple[Any, Request]:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        line = json.loads(text)
+        line = parse_line(text)
     except ValueError as error:
         raise RequestError(f"no JSON: {error}", hint='write {"prompt": "Once upon a time"}') from error
     if not isinstance(line, dict):
@@ -269,6 +273,8 @@ def _value(key: str, value: Any, types: type | tuple[type, ...]) -> Any:
     if isinstance(value, bool) != (types is bool) or not isinstance(value, types):
         expected = "true or false" if types is bool else "a whole number" if types is int else "a number"
         raise RequestError(f"`{key}` is {value!r}, expected {expected}", hint=f"correct `{key}`")
+    if abs(value) > LARGEST:
+        raise RequestError(f"`{key}` is a number beyond 2^63", hint=f"correct `{key}`")
     return value
 
 

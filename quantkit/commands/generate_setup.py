@@ -183,7 +183,7 @@ def prompt_ids(settings: GenerateSettings, tokenizer: Tokenizer) -> list[int]:
 def read_text(file: Path, option: str) -> str:
     """Raises RequestError for a file that cannot be read or is not UTF-8."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # a byte order mark is no part of the text
     except UnicodeDecodeError as error:
         raise RequestError(
             f"`{file}` is not UTF-8 text: byte {error.start} cannot be decoded",

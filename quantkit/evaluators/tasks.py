@@ -98,8 +98,14 @@ class TaskResult:
     items: tuple[dict[str, Any], ...] = field(repr=False)
 
 
-def make_task(name: str, rows: Sequence[Mapping[str, Any]], languages: Languages | None = None) -> Task:
-    """Questions from rows. Raises CalibrationError for rows without the fields of a task, or with others in them."""
+def make_task(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    languages: Languages | None = None,
+    places: Sequence[str] | None = None,
+) -> Task:
+    """Questions from rows; `places` say where each row was found. Raises CalibrationError for rows without the fields
+    of a task, or with others in them, or with nothing in them."""
     if not rows:
         raise CalibrationError(f"`{name}` has no items", hint="give a `.jsonl` with one item on each line")
     if languages is not None:
@@ -112,7 +118,7 @@ def make_task(name: str, rows: Sequence[Mapping[str, Any]], languages: Languages
         )
     questions = []
     for number, row in enumerate(rows, start=1):
-        place = f"item {number} of `{name}`"
+        place = f"item {number} of `{name}`" if places is None else places[number - 1]
         lacking = sorted(needed - row.keys())
         if lacking:
             raise CalibrationError(
@@ -146,6 +152,12 @@ def _text(row: Mapping[str, Any], key: str, place: str) -> str:
     return str(row[key])
 
 
+def _some_text(row: Mapping[str, Any], key: str, place: str) -> str:
+    if not (text := _text(row, key, place)).strip():
+        raise CalibrationError(f"`{key}` in {place} is empty: there is nothing to predict", hint="mend the item")
+    return text
+
+
 def _texts(row: Mapping[str, Any], key: str, place: str, least: int) -> tuple[str, ...]:
     value = row[key]
     if isinstance(value, Mapping) and "text" in value:  # as SQuAD has its answers
@@ -166,18 +178,20 @@ def _gold(row: Mapping[str, Any], options: int, place: str) -> int:
 
 def _choices(row: Mapping[str, Any], place: str) -> Question:
     options = _texts(row, "choices", place, 2)
+    if not all(option.strip() for option in options):
+        raise CalibrationError(f"`choices` in {place} has an empty one, which has no likelihood", hint="mend the item")
     gold = _gold(row, len(options), place)
     return Question((_text(row, "query", place),), tuple(f" {one}" for one in options), gold, (options[gold],))
 
 
 def _options(row: Mapping[str, Any], place: str) -> Question:
     contexts = _texts(row, "context_options", place, 2)
-    after = " " + _text(row, "continuation", place)
+    after = " " + _some_text(row, "continuation", place)
     return Question(contexts, (after,) * len(contexts), _gold(row, len(contexts), place), (after[1:],))
 
 
 def _last_word(row: Mapping[str, Any], place: str) -> Question:
-    word = _text(row, "continuation", place)
+    word = _some_text(row, "continuation", place)
     return Question((_text(row, "context", place),), (" " + word.lstrip(),), 0, (word,))
 
 

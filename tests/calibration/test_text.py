@@ -172,6 +172,7 @@ def test_pieces_join_to_the_text_and_end_at_borders(unit: str) -> None:
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}', "line 2 of .* has no text under `text`, but NoneType"),
         ("a.jsonl", b"[1]", "line 1 of .* has no text"),
         ("a.jsonl", b"{", "line 1 of .* is not JSON"),
+        ("a.jsonl", b"[" * 100_000, "line 1 of .* is not JSON: it is nested too deeply"),
         ("a.parquet", b"PAR?", "is not a readable Parquet file"),
     ],
 )
@@ -184,6 +185,12 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, mess
 def test_a_parquet_file_without_the_column_lists_its_columns(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="has no column `text`, only `body`"):
         text.read_text(_parquet(tmp_path / "a.parquet", "body", ["x"]))
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "one\n"), ("a.jsonl", '{"text": "one\\n"}')])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert text.read_text(tmp_path / name) == "one\n"
 
 
 def test_a_path_is_never_a_dataset(tmp_path: Path) -> None:

@@ -127,6 +127,12 @@ def test_adapters_of_lines(folder, tmp_path):
     [
         ("{", RequestError, "no JSON: "),
         ("[]", RequestError, "no JSON object"),
+        ("[" * 100_000, RequestError, "no JSON: it is nested too deeply"),
+        ('{"prompt": "a", "id": NaN}', RequestError, "no JSON: NaN is no number of JSON"),
+        ('{"prompt": "a", "id": 1e999}', RequestError, "no JSON: 1e999 is too large a number"),
+        ({"prompt": "a", "id": [1]}, RequestError, "`id` is an object or a list, expected a text or a number"),
+        ({"prompt": "a", "temperature": int("1" * 401)}, RequestError, r"`temperature` is a number beyond 2\^63"),
+        ({"prompt": "a", "max_new_tokens": -int("1" * 401)}, RequestError, r"`max_new_tokens` is a number beyond 2\^63"),
         ({}, RequestError, "no prompt given, expected one of prompt, chat, messages"),
         ({"prompt": "a", "chat": "b"}, RequestError, "prompt and chat given"),
         ({"prompt": 3}, RequestError, "`prompt` is 3, expected a text"),
@@ -158,6 +164,15 @@ def test_only_a_line_feed_ends_a_line(folder, tmp_path):
     report = serve(folder, file)
     assert [name for name, _ in report.answers] == [1, 2]
     assert report.answers[0][1].completion.token_ids == alone(folder, prompt=text).token_ids
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(folder, tmp_path):
+    file, prompt = tmp_path / "f.jsonl", tmp_path / "p.txt"
+    file.write_text(json.dumps({"prompt": "the end"}), encoding="utf-8-sig")
+    prompt.write_text("the end", encoding="utf-8-sig")
+    expected = alone(folder, prompt="the end").token_ids
+    assert serve(folder, file).answers[0][1].completion.token_ids == expected
+    assert alone(folder, prompt_file=prompt).token_ids == expected
 
 
 def test_files_without_requests_and_prompts_beside_them(folder, tmp_path):

@@ -128,6 +128,9 @@ def test_examples_come_first_and_are_not_asked():
         ([{"query": "x", "choices": ["a", "b"], "gold": "b"}], "`gold` in item 1 of `t` is 'b'"),
         ([{"query": "x", "choices": ["a"], "gold": 0}], "`choices` in item 1 of `t` is no list of 2 or more texts"),
         ([{"query": 3, "choices": ["a", "b"], "gold": 0}], "`query` in item 1 of `t` is a int, expected a text"),
+        ([{"query": "x", "choices": ["a", " "], "gold": 0}], "`choices` in item 1 of `t` has an empty one"),
+        ([{"context_options": ["x", "y"], "continuation": "", "gold": 0}], "`continuation` in item 1 of `t` is empty"),
+        ([{"context": "x", "continuation": " "}], "`continuation` in item 1 of `t` is empty"),
         ([{"context": "x", "question": "y", "answers": []}], "`answers` in item 1 of `t` is no list of 1 or more texts"),
     ],
 )

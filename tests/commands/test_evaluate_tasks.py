@@ -1,0 +1,50 @@
+import json
+
+import pytest
+import tiny
+
+from quantkit.commands import evaluate_tasks
+from quantkit.errors import CalibrationError
+from quantkit.progress import Silent
+from quantkit.settings import TasksSettings
+
+ITEM = {"query": "the end of", "choices": ["the", "sands"], "gold": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_model(tmp_path_factory.mktemp("model"))
+
+
+def ask(folder, file, **settings):
+    return evaluate_tasks.run(TasksSettings(str(folder), (str(file),), **settings), Silent())
+
+
+def test_items_of_a_file_are_asked(folder, tmp_path):
+    """Also behind a byte order mark, which some editors put there."""
+    plain, marked = tmp_path / "plain.jsonl", tmp_path / "marked.jsonl"
+    plain.write_text(f"{json.dumps(ITEM)}\n\n{json.dumps(ITEM)}\n")
+    marked.write_text(json.dumps(ITEM), encoding="utf-8-sig")
+    two, one = ask(folder, plain).results[0], ask(folder, marked).results[0]
+    assert two.count == 2 and one.count == 1
+    assert two.items[0] == two.items[1] == one.items[0]
+    assert set(one.figures) == {"accuracy", "accuracy_by_length"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 100_000, "is not JSON: it is nested too deeply"),
+        ('{"query": NaN}', "is not JSON: NaN is no number of JSON"),
+        ("[]", "is no object"),
+        (json.dumps(ITEM | {"choices": ["", "a"]}), "has an empty one, which has no likelihood"),
+    ],
+)
+def test_what_cannot_be_asked_is_named_by_its_line_before_any_weight_is_read(line, message, tmp_path):
+    folder = tiny.write_model(tmp_path / "model")
+    tiny.write_tensors(folder, {})
+    file = tmp_path / "items.jsonl"
+    file.write_text(f"{json.dumps(ITEM)}\n\n{line}\n")
+    with pytest.raises(CalibrationError) as caught:
+        ask(folder, file)
+    assert f"line 3 of `{file}`" in caught.value.message and message in caught.value.message and caught.value.hint
