@@ -8,11 +8,14 @@ the rest:
 
 The first term is exact; the second is estimated (systematic sampling: Cochran, Sampling Techniques, chapter 8), and the
 spread inside the samples gives the error that is stated. Log-probabilities are stored in 16 bits of the range of their
-prediction and made to sum to one again when they are read, so that a model does not diverge from itself.
+prediction and made to sum to one again when they are read, so that a model does not diverge from itself. Every tensor
+has its digest in the file.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import safetensors
@@ -26,7 +29,9 @@ from quantkit.evaluators.divergence import Divergence, Scores, compare_piece, pi
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress
 
-FORMAT = "quantkit reference 1"
+FORMAT = "quantkit reference 2"
+DIGESTS = "sha256 "
+"""A fact of this name, with that of a tensor behind it, is the tensor's digest; behind `facts` that of all facts."""
 SHARE = 0.0195
 """Of the bytes of float16 logits; what is left of a fiftieth is for the header."""
 LEAST_ENTRIES = 24
@@ -90,11 +95,12 @@ class SavedReference:
     def save(self, path: Path) -> None:
         """Written whole or not at all; a file of that name is replaced. Raises CheckpointError where it cannot be."""
         facts = {"format": FORMAT, "first": str(self.first), "vocab": str(self.vocab), "top": str(self.top)}
-        facts["self_kl"] = repr(self.self_kl)
+        facts = {**self.about, **facts, "self_kl": repr(self.self_kl)}
+        tensors = self.tensors()
         part = path.with_name(f"{path.name}.part")
         try:
             part.unlink(missing_ok=True)
-            write_file(part, safetensors.torch.save(self.tensors(), {**self.about, **facts}))
+            write_file(part, safetensors.torch.save(tensors, {**facts, **_digests(facts, tensors)}))
             part.replace(path)
         except OSError as error:
             part.unlink(missing_ok=True)
@@ -120,6 +126,11 @@ class SavedReference:
                 f"`{path}` cannot be read as a saved reference: {error}",
                 hint=hint,
             ) from error
+        said = {name: about.pop(name) for name in list(about) if name.startswith(DIGESTS)}
+        digests = _digests(about, tensors)
+        if changed := sorted(name for name in said.keys() | digests.keys() if said.get(name) != digests.get(name)):
+            what = ", ".join(f"`{name.removeprefix(DIGESTS)}`" for name in changed)
+            raise CheckpointError(f"`{path}` is a damaged saved reference: {what} is not what was saved", hint=hint)
         try:
             first, vocab, top = (int(about.pop(key)) for key in ("first", "vocab", "top"))
             self_kl = float(about.pop("self_kl"))
@@ -153,6 +164,16 @@ class SavedReference:
             if int(ids.min()) < 0 or int(ids.max()) >= self.vocab:
                 return f"`{name}` has ids from {int(ids.min())} to {int(ids.max())}, the vocabulary {self.vocab}"
         return None
+
+
+def _digests(facts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """SHA-256 of the facts, and of each tensor with its dtype and shape."""
+    found = {f"{DIGESTS}facts": sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()}
+    for name, tensor in tensors.items():
+        content = sha256(f"{tensor.dtype} {list(tensor.shape)}\0".encode())
+        content.update(tensor.contiguous().numpy().data.cast("B"))
+        found[f"{DIGESTS}{name}"] = content.hexdigest()
+    return found
 
 
 def entries_for(vocab: int) -> tuple[int, int]:

@@ -1,9 +1,12 @@
+import json
+
 import pytest
 import safetensors.torch
 import tiny
 import torch
 
 from quantkit.errors import CheckpointError
+from quantkit.evaluators import saved_reference
 from quantkit.evaluators.divergence import compare
 from quantkit.evaluators.saved_reference import Recorder, SavedReference, compare_saved, entries_for, estimate, record
 from quantkit.runtime.load import load
@@ -135,7 +138,8 @@ def damaged(path, change):
     with safetensors.safe_open(path, framework="pt") as file:
         facts, tensors = dict(file.metadata()), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     change(facts, tensors)
-    safetensors.torch.save_file(tensors, path, facts)
+    kept = {name: text for name, text in facts.items() if not name.startswith(saved_reference.DIGESTS)}
+    safetensors.torch.save_file(tensors, path, {**kept, **saved_reference._digests(kept, tensors)})
 
 
 @pytest.mark.parametrize(
@@ -162,6 +166,19 @@ def test_a_damaged_saved_reference_is_refused(change, pair, tmp_path):
     damaged(path, change)
     with pytest.raises(CheckpointError, match="is a damaged saved reference"):
         SavedReference.load(path)
+
+
+def test_a_flipped_bit_anywhere_is_refused_by_name(pair, tmp_path):
+    path = tmp_path / "reference"
+    record(pair[0], WINDOWS[:1], {"model": "abc"}).save(path)
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    places = {name: start + entry["data_offsets"][0] for name, entry in json.loads(whole[8:start]).items() if name != "__metadata__"}
+    assert set(places) == {"windows", "ids", "codes", "range", "rest", "loss"}
+    for name, place in {**places, "facts": whole.index(b'"abc"') + 1}.items():
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=f"is a damaged saved reference: `{name}` is not what was saved"):
+            SavedReference.load(path)
 
 
 def test_an_unwritable_place_is_named(saved, tmp_path):
