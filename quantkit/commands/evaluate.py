@@ -1,10 +1,12 @@
 """`quantkit eval perplexity` and `quantkit eval compare`: text → windows → figures, with all that defines them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast, overload
+
+import torch
 
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands.compare_report import (
@@ -39,6 +41,8 @@ from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import CompareSettings, PerplexitySettings, TextSettings
 from quantkit.version import VERSION
 
+Loader = Callable[[Checkpoint, str, torch.dtype], Model]
+"""Checkpoint, device and dtype → its model."""
 ABOUT = ("model", "text", "text_tokens", "bos", "dtype", "tokenizer", "version")
 """What a saved reference has to say of itself."""
 
@@ -113,12 +117,14 @@ def perplexities(models: Sequence[str], settings: PerplexitySettings, progress: 
     return PerplexityTable(tuple(perplexity(replace(settings, model=model), progress) for model in models))
 
 
-def compare(settings: CompareSettings, progress: Progress) -> CompareReport | SavedReport:
+def compare(
+    settings: CompareSettings, progress: Progress, load: Loader = load_model
+) -> CompareReport | SavedReport:
     """Judge a candidate by its reference, on the reference's tokens. Raises what `perplexity` raises, and
     CheckpointError for two models that split the text into different tokens.
 
     Without a candidate the reference's predictions are saved and nothing is judged; a reference that is a file is one
-    that was saved so.
+    that was saved so. `load` gives the models of two checkpoints, once all else is checked.
     """
     gate = Gate.parse(settings.gate, COMPARE_FIGURES)
     if settings.save_reference is not None and not _is_saved(settings.save_reference):
@@ -142,7 +148,7 @@ def compare(settings: CompareSettings, progress: Progress) -> CompareReport | Sa
         require_known(text.windows, checkpoint)
     notes = checkpoints[0].notes + checkpoints[1].notes
     notes += tokenizer_notes(checkpoints[1], tokenizer, text.text, text.ids)
-    reference, candidate = (load_model(checkpoint, placement.device, placement.dtype) for checkpoint in checkpoints)
+    reference, candidate = (load(checkpoint, placement.device, placement.dtype) for checkpoint in checkpoints)
     candidate, name = _through(candidate, cache, settings.candidate)
     saved = None
     if settings.save_reference is None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
+from quantkit.commands.evaluate import Loader
 from quantkit.errors import CheckpointError, GateError, RequestError
 from quantkit.evaluators.conversation import Frame, Prompt, bundled_prompts, most_positions
 from quantkit.evaluators.probe import LIMITS, FormatResult, Talk, mean, probe, talk_all, tells_alone
@@ -173,8 +174,10 @@ def _talk_json(label: str, talk: Talk) -> dict[str, Any]:
     }
 
 
-def run(settings: DegenerationSettings, progress: Progress) -> DegenerationReport:
-    """Probe a model. Raises CheckpointError for the models' files, UsageError for settings, RequestError for a context
+def run(
+    settings: DegenerationSettings, progress: Progress, load: Loader = load_model
+) -> DegenerationReport:
+    """Probe a model; `load` gives it, and its reference, once all else is checked. Raises CheckpointError for the models' files, UsageError for settings, RequestError for a context
     that is too short, GateError when logits are no finite numbers."""
     placement = Placement.choose(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model)
@@ -186,10 +189,10 @@ def run(settings: DegenerationSettings, progress: Progress) -> DegenerationRepor
     prompts, follow_ups = bundled_prompts(settings.quick)
     frame = Frame(tokenizer, follow_ups)
     prompts, notes = _fitting(prompts, frame, settings, checkpoint, original)
-    model = load_model(checkpoint, placement.device, placement.dtype)
+    model = load(checkpoint, placement.device, placement.dtype)
     reference = None
     if original is not None:
-        other = load_model(original, placement.device, placement.dtype)
+        other = load(original, placement.device, placement.dtype)
         talks, _ = talk_all(other, frame, prompts, CachePlan(), progress, seed=settings.seed, tokens=settings.tokens)
         reference = (other, talks)
     results = tuple(

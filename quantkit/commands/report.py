@@ -34,6 +34,7 @@ from quantkit.evaluators.depth import depth_errors
 from quantkit.inventory import take
 from quantkit.measurement import Measurement
 from quantkit.models.architecture import block_of
+from quantkit.models.transformer import Model
 from quantkit.plan import kind_of
 from quantkit.progress import Progress
 from quantkit.runtime.load import load_model
@@ -186,8 +187,9 @@ def run(settings: ReportSettings, progress: Progress) -> Report:
     facts = [
         _facts(*each) for each in zip(checkpoints, (settings.reference, *settings.candidates), labels, strict=True)
     ]
+    models = _Models(read[0])
     judged = tuple(
-        _judge(name, own, checkpoints[0], checkpoint, settings, progress)
+        _judge(name, own, checkpoints[0], checkpoint, settings, models, progress)
         for name, own, checkpoint in zip(settings.candidates, facts[1:], checkpoints[1:], strict=True)
     )
     report = Report(
@@ -230,10 +232,11 @@ def _judge(
     reference: Checkpoint,
     checkpoint: Checkpoint,
     settings: ReportSettings,
+    models: "_Models",
     progress: Progress,
 ) -> Judged:
     compared = evaluate.compare(
-        CompareSettings(settings.reference, name, settings.text, settings.device, settings.dtype), progress
+        CompareSettings(settings.reference, name, settings.text, settings.device, settings.dtype), progress, models.load
     )
     assert isinstance(compared, CompareReport)
     probed = None
@@ -241,15 +244,33 @@ def _judge(
         probed = evaluate_degeneration.run(
             DegenerationSettings(name, settings.reference, quick=True, device=settings.device, dtype=settings.dtype),
             progress,
+            models.load,
         )
-    return Judged(facts, compared, tuple(_depth(reference, checkpoint, settings)), probed)
+    return Judged(facts, compared, tuple(_depth(reference, checkpoint, settings, models)), probed)
 
 
-def _depth(reference: Checkpoint, candidate: Checkpoint, settings: ReportSettings) -> list[float]:
+class _Models:
+    """The models of a report, each read once: the reference stays, a candidate makes room for the next one."""
+
+    def __init__(self, reference: Path) -> None:
+        self._reference = reference
+        self._kept: dict[Path, Model] = {}
+
+    def load(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> Model:
+        """Always on the same device and in the same dtype, which are those of the report."""
+        if checkpoint.path not in self._kept:
+            self._kept = {path: model for path, model in self._kept.items() if path == self._reference}
+            self._kept[checkpoint.path] = load_model(checkpoint, device, dtype)
+        return self._kept[checkpoint.path]
+
+
+def _depth(
+    reference: Checkpoint, candidate: Checkpoint, settings: ReportSettings, models: _Models
+) -> list[float]:
     placement = Placement.choose(settings.device, settings.dtype)
     tokenizer = Tokenizer.open(reference.path)
     text = ReadText.read(settings.text, tokenizer, reference.model_config.context)
-    original, other = (load_model(each, placement.device, placement.dtype) for each in (reference, candidate))
+    original, other = (models.load(each, placement.device, placement.dtype) for each in (reference, candidate))
     return depth_errors(original, other, text.windows[:1, :DEPTH_WINDOW])
 
 

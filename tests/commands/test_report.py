@@ -10,11 +10,14 @@ import torch
 from quantkit import cli
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands import report
 from quantkit.commands.report import ModelFacts, _labels
 from quantkit.commands.report_card import _calibration
 from quantkit.commands.report_plots import Axis, Point, heat_map, lines, pareto, scatter
 from quantkit.evaluators.depth import depth_errors
+from quantkit.runtime import load as runtime_load
 from quantkit.runtime.load import load
+from quantkit.settings import DegenerationSettings
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,21 @@ def test_the_command_it_names_makes_the_same_model(made, tmp_path, monkeypatch):
     words = [str(folder / "original") if word == "MODEL" else word for word in shlex.split(found["command"])[1:]]
     assert cli.run([*words, "--no-eval"]) == 0
     assert fingerprint(open_checkpoint(tmp_path / "tiny-3bit")) == found["fingerprint"]
+
+
+def test_each_model_is_read_once(made, tmp_path, monkeypatch):
+    folder, arguments, _ = made
+    read, real = [], runtime_load.check_contents
+
+    def counted(checkpoint, *others):
+        read.append(checkpoint.path.name)
+        return real(checkpoint, *others)
+
+    monkeypatch.setattr(runtime_load, "check_contents", counted)
+    again = [*arguments[:3], "-o", str(tmp_path / "out"), *arguments[5:], "--windows", "1", "--probe"]
+    monkeypatch.setattr(report, "DegenerationSettings", lambda *values, **named: DegenerationSettings(*values, tokens=16, **named))
+    assert cli.run(["eval", "report", *again]) == 0
+    assert read == ["original", "tiny-4bit", "tiny-3bit"]
 
 
 def test_labels_are_different():
