@@ -13,6 +13,8 @@ from typing import Any
 INTERRUPTED = 130
 RESUMED = ("quantize", "measure", "convert gptq-to-exl2", "convert exl2-to-gptq")
 """Commands that go on where they were ended."""
+NOT_RESUMED = (("", "--dry-run"), ("convert gptq-to-exl2 ", "--data-free"))
+"""Beginnings of these, with an option that makes them keep nothing."""
 
 
 def main() -> None:
@@ -110,7 +112,9 @@ def _hear_interrupts() -> Sequence[int]:
 
 
 def _how_to_go_on(arguments: list[str]) -> str | None:
-    if any(" ".join(arguments).startswith(f"{command} ") for command in RESUMED):
+    line = " ".join(arguments)
+    kept = any(line.startswith(f"{command} ") for command in RESUMED)
+    if kept and not any(line.startswith(command) and option in arguments for command, option in NOT_RESUMED):
         again = (argument for argument in arguments if argument != "--restart")
         return f"what is finished is kept; to go on: `quantkit {shlex.join(again)}`"
     return None

@@ -109,6 +109,30 @@ def test_what_fails_after_a_swallowed_interrupt_was_interrupted() -> None:
     assert done.stderr.startswith("error: interrupted\nhint: what is finished is kept") and "Recursion" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("quantize m -o out --restart", "quantkit quantize m -o out"),
+        ("convert gptq-to-exl2 m out", "quantkit convert gptq-to-exl2 m out"),
+        ("convert exl2-to-gptq m out --data-free", "quantkit convert exl2-to-gptq m out --data-free"),
+        ("convert gptq-to-exl2 m out --data-free --bpw 4", None),
+        ("quantize m -o out --dry-run", None),
+        ("measure m -o out --dry-run", None),
+        ("convert awq-to-gptq m out", None),
+    ],
+)
+def test_going_on_is_promised_where_something_is_kept(line: str, kept: str | None, monkeypatch, capsys) -> None:
+    import quantkit.cli.app
+
+    def app(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantkit.cli.app, "app", app)
+    assert cli.run(line.split()) == 130
+    hint = "" if kept is None else f"hint: what is finished is kept; to go on: `{kept}`\n"
+    assert capsys.readouterr().err == f"error: interrupted\n{hint}"
+
+
 def test_a_reader_that_goes_away_leaves_no_words() -> None:
     command = f"{sys.executable} -m quantkit --help | head -0; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
