@@ -44,14 +44,18 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def prompts(folder):
-    """Two questions about a passage, on which the model goes on for 400 tokens without turning in a circle."""
+    """Questions about a passage. On the first two the model goes on for 400 tokens without turning in a circle; with a cache
+    that changes what it says, on one of the others."""
     tokenizer = Tokenizer.open(folder)
 
     def about(file: str, at: int, ask: str) -> list[int]:
         passage = tokenizer.decode(tokenizer.encode((TEXTS / file).read_text()[at : at + 3000])[:270])
         return tokenizer.chat([{"role": "user", "content": f"{ask}\n\n{passage}"}])
 
-    return [about("technical.txt", 30000, EXERCISES), about("prose.txt", 120000, ESSAY)]
+    return [
+        about("technical.txt", 30000, EXERCISES), about("prose.txt", 120000, ESSAY), about("technical.txt", 60000, ESSAY),
+        about("prose.txt", 40000, EXERCISES), about("prose.txt", 80000, ESSAY), about("technical.txt", 90000, EXERCISES),
+    ]  # fmt: skip
 
 
 def runs_in_a_circle(ids: list[int]) -> bool:
@@ -68,17 +72,24 @@ def guess(text: int, ids: list[int]) -> list[int]:
 @pytest.mark.parametrize("way", ["verified", "single", "batched"])
 def test_streamed_is_resident(model, prompts, form, way):
     """400 greedy tokens, with and without windows of four tokens of which the wrong part is taken back."""
-    texts = prompts if way == "batched" else prompts[:1]
-    answers = []
-    for resident in (0, RESIDENT):
-        kind = cache_format(form, 64, model.dtype)
-        pool = PagePool(model.config, 8, kind, resident=resident, sequences=len(texts))
-        answers.append(talk(model, pool, texts, 400, guess if way == "verified" else None))
-    (whole, _), (streamed, _) = answers
+    kind = cache_format(form, 64, model.dtype)
+    count = 2 if way == "batched" else 1
+
+    def answers(texts: list[list[int]], resident: int):
+        pool = PagePool(model.config, 8, kind, resident=resident, sequences=count)
+        return talk(model, pool, texts, 400, guess if way == "verified" else None)[0], pool.use
+
+    for first in range(0, len(prompts), count):  # the first on which the resident model says something to be compared
+        texts = prompts[first : first + count]
+        whole, _ = answers(texts, 0)
+        if not any(runs_in_a_circle(ids) for ids in whole):
+            break
+    else:
+        pytest.fail("the model turns in a circle on every prompt")
+    streamed, use = answers(texts, RESIDENT)
     assert streamed == whole
-    print(f"{form} {way}: {pool.use}; loops {[runs_in_a_circle(ids) for ids in whole]}")
-    assert pool.use.pages_streamed > 0
-    assert not any(runs_in_a_circle(ids) for ids in whole)
+    print(f"{form} {way}: prompt {first}, {use}")
+    assert use.pages_streamed > 0
 
 
 @pytest.fixture(scope="module")
