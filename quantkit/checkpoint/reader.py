@@ -11,7 +11,7 @@ since it was opened is an error, not another weight.
 import difflib
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -163,6 +163,15 @@ class Checkpoint:
         """What follows the name of a module in the names of its tensors; empty where there is no such module."""
         return list(self._suffixes.get(module, ()))
 
+    def require_one_form(self, module: str) -> None:
+        """FormatError for a module on disk that has the tensors of several formats: which one is meant is not known."""
+        suffixes = self.suffixes(module)
+        if len(found := forms(suffixes)) > 1:
+            raise FormatError(
+                f"{shown(module)} in `{self.path}` is both {' and '.join(found)}: {', '.join(suffixes)}",
+                hint="remove the tensors of the form that does not belong to this model, or fetch it again",
+            )
+
     def side_files(self) -> list[Path]:
         """What goes along when the model is written anew: tokenizer, chat template, licence, model card, …"""
         return folders.side_files(self.path)
@@ -230,11 +239,7 @@ class Checkpoint:
     def _decode(self, module: str, linear: str, part: int) -> StoredTensor:
         """One module on disk, which is a linear or, if that is fused, that part of it."""
         suffixes = self._suffixes[module]
-        if "weight" in suffixes and (exl2.recognise(suffixes) or gptq.recognise(suffixes)):
-            raise FormatError(
-                f"{shown(module)} in `{self.path}` is both dense and quantized: {', '.join(suffixes)}",
-                hint="remove the tensors of the form that does not belong to this model, or fetch it again",
-            )
+        self.require_one_form(module)
         tensors = {suffix: self.tensor(f"{module}.{suffix}") for suffix in suffixes}
         if exl2.recognise(suffixes):
             return exl2.decode(module, tensors, self._width(module, linear, part))
@@ -277,6 +282,12 @@ class Checkpoint:
         if name.partition(".")[0] == HEAD:
             hint = f"where the output is tied to the embedding, its weight is `{EMBEDDING}.weight`"
         return CheckpointError(f"{shown(name)} is not in `{self.path}`", hint=hint)
+
+
+def forms(suffixes: Collection[str]) -> list[str]:
+    """The formats of which one linear has tensors: a sound one has one."""
+    known = {"dense": dense.recognise, "GPTQ": gptq.recognise, "EXL2": exl2.recognise}
+    return [name for name, recognise in known.items() if recognise(suffixes)]
 
 
 def _open_folder(folder: Path) -> Checkpoint:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.reader import Checkpoint, forms
 from quantkit.checkpoint.spelling import spellings
 from quantkit.errors import CheckpointError, FormatError, QuantkitError
 from quantkit.formats import exl2, gptq
@@ -146,8 +146,9 @@ def _of_module(
             why = f"`{module}.bias` is not in `{checkpoint.path}`: this model has a bias there"
             yield CheckpointError(why, hint="correct the bias keys of config.json, or fetch the model again")
         return
-    if quantized and "weight" in suffixes:
-        yield FormatError(f"`{module}` is both dense and quantized: {', '.join(suffixes)}", hint=AGAIN)
+    if len(found := forms(suffixes)) > 1:
+        yield FormatError(f"`{module}` is both {' and '.join(found)}: {', '.join(suffixes)}", hint=AGAIN)
+        return
     if not quantized:
         if "weight" not in suffixes:
             stored = f"stored as {', '.join(suffixes)}"

@@ -98,6 +98,7 @@ def _settings(source: Checkpoint) -> GptqSettings:
 
 def _linears(source: Checkpoint) -> Iterator[tuple[str, awq.AwqWeight]]:
     for module in modules(source):
+        source.require_one_form(module)
         tensors = {name.rpartition(".")[2]: source.tensor(name) for name in source.tensors_of(module)}
         yield module, awq.decode(module, tensors)
 

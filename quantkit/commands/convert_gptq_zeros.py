@@ -89,11 +89,7 @@ def _linears(source: Checkpoint, config: GptqConfig) -> Iterator[tuple[str, gptq
     for module in modules(source):
         own = config.for_module(module)
         tensors = {name.rpartition(".")[2]: source.tensor(name) for name in source.tensors_of(module)}
-        if "weight" in tensors:
-            raise FormatError(
-                f"`{module}` in `{source.path}` is there twice: in GPTQ form and as `{module}.weight`",
-                hint=f"`quantkit check {source.path}` lists all such linears; fetch or quantize the model again",
-            )
+        source.require_one_form(module)
         stored = gptq.decode(module, tensors, own)
         assert own is not None  # else `decode` has refused it
         yield module, stored, own

@@ -150,6 +150,8 @@ def run(settings: InspectSettings, progress: Progress) -> InspectReport:
         return _without_weights(open_blueprint(local))
     checkpoint = open_checkpoint(settings.model)
     inventory = take(checkpoint)
+    for linear in inventory.linears:
+        checkpoint.require_one_form(linear.name)
     config = inventory.config
     faults, notes, facts = tokenizer_faults(checkpoint.path, checkpoint.config, config.vocab_size)
     shapes = checkpoint.architecture.tensors(config).values()

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit import cli
+from quantkit.commands import convert, inspect
 from quantkit.commands.check import CheckReport, run
 from quantkit.commands.quantize import run as run_quantize
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.progress import Silent
 from quantkit.runtime.load import load
 from quantkit.runtime.tokenizer import Tokenizer
-from quantkit.settings import CheckSettings, QuantizeSettings
+from quantkit.settings import CheckSettings, InspectSettings, QuantizeSettings
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 12345\n"
 
@@ -244,9 +245,22 @@ def test_a_bias_that_got_lost(gptq: Path) -> None:
     assert any("model.layers.0.self_attn.q_proj.bias" in message for message in messages(gptq))
 
 
-def test_both_dense_and_quantized(gptq: Path) -> None:
-    change(gptq, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(128, 64)}))
-    assert any("`model.layers.0.mlp.up_proj` is both dense and quantized" in message for message in messages(gptq))
+@pytest.mark.parametrize(("suffix", "forms"), [("weight", "dense and GPTQ"), ("q_weight", "GPTQ and EXL2")])
+def test_a_linear_in_two_forms(suffix: str, forms: str, gptq: Path, tmp_path: Path) -> None:
+    """Told here, and refused by all who would read one of them."""
+    name = "model.layers.0.mlp.up_proj"
+    change(gptq, lambda tensors: tensors.update({f"{name}.{suffix}": torch.zeros(128, 64)}))
+    what = f"`{name}` is both {forms}: "
+    assert any(what in message for message in messages(gptq))
+    readers: list[Callable[[], object]] = [
+        lambda: load(gptq),
+        lambda: inspect.run(InspectSettings(str(gptq)), Silent()),
+        lambda: convert.convert("gptq-to-hf", gptq, tmp_path / "hf", progress=Silent()),
+        lambda: convert.convert("gptq-to-gptq-v2", gptq, tmp_path / "v2", progress=Silent()),
+    ]
+    for read in readers:
+        with pytest.raises(QuantkitError, match=f"`{name}` in .* is both {forms}: |tensors belong to no part"):
+            read()
 
 
 def test_a_rule_that_says_dense(gptq: Path) -> None:

@@ -208,9 +208,9 @@ def test_a_linear_without_its_codes_is_missed(route: str, tmp_path: Path) -> Non
 def test_a_linear_in_two_forms_is_refused(tmp_path: Path) -> None:
     tiny_gptq.write_model(tmp_path / "in")
     (file,) = (tmp_path / "in").glob("*.safetensors")
-    name = "model.layers.0.mlp.down_proj.weight"
-    save_file({**load_file(file), name: torch.zeros(64, 128)}, file, metadata={"format": "pt"})
-    with pytest.raises(FormatError, match=f"there twice: in GPTQ form and as `{name}`"):
+    name = "model.layers.0.mlp.down_proj"
+    save_file({**load_file(file), f"{name}.weight": torch.zeros(64, 128)}, file, metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=f"`{name}` in .* is both dense and GPTQ"):
         convert("gptq-to-gptq-v2", tmp_path / "in", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
