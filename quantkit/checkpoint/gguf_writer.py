@@ -10,6 +10,7 @@
 The container and the block formats are those of the `gguf` library, which is imported when a writer is made.
 """
 
+import errno
 import math
 import os
 from contextlib import suppress
@@ -134,10 +135,10 @@ class GgufFileWriter:
                     raise GateError(f"read back: tensor `{name}` is not what was written", hint="run it again")
 
     def _failed(self, error: OSError) -> CheckpointError:
-        reason = error.strerror or str(error)
-        return CheckpointError(
-            f"`{self.path}` cannot be written: {reason}", hint=HINTS.get(error.errno or 0, "choose another place")
-        )
+        reason, hint = error.strerror, HINTS.get(error.errno or 0, "choose another place with `-o`")
+        if reason is None:  # numpy writes in pieces of its own, and does not say why one was cut short
+            reason, hint = "the disk takes no more of it", f"{HINTS[errno.ENOSPC]}, or raise your `ulimit -f`"
+        return CheckpointError(f"`{self.path}` cannot be written: {reason}", hint=hint)
 
 
 def blocks(weight: Tensor, kind: str) -> np.ndarray:

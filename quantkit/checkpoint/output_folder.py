@@ -99,7 +99,7 @@ def _check_place(path: Path, sources: Sequence[Path]) -> None:
     for kind, found in (("the current folder", path == Path.cwd()), ("a mount point", os.path.ismount(path))):
         if found:
             raise CheckpointError(
-                f"`{path}` is {kind}, whose place no other folder can take", hint=f"use `-o {path / 'model'}`"
+                f"`{path}` is {kind}, whose place no other folder can take", hint="choose a folder in it with `-o`"
             )
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"`{path}` is a file", hint="choose another name with `-o`")

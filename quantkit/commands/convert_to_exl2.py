@@ -97,7 +97,12 @@ class _Measured:
                 job=None if settings.job is None else settings.job.with_name(f"{settings.job.name}.measure"),
                 restart=settings.restart,
             )
-            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"`{file.parent}` cannot be made: {error.strerror}", hint="choose another place with `-o`"
+                ) from error
             measure.run(choice, progress, target)
         return cls(settings, target, head_bits, file)
 

@@ -1,12 +1,15 @@
 """GGUF import from file to folder: weights, config and tokenizer of every family, and nothing left when it fails."""
 
+import errno
 import json
+import os
 from collections import Counter
 
 import numpy as np
 import pytest
 import tiny
 import tiny_gguf
+import tiny_gptq
 import torch
 from safetensors.torch import load_file
 
@@ -175,3 +178,25 @@ def test_an_unknown_route_lists_those_there_are(tmp_path) -> None:
     with pytest.raises(UsageError) as error:
         convert.run(ConvertSettings("gguf-to-gptq", tmp_path / "a", tmp_path / "b"), Silent())
     assert error.value.hint == "routes: " + ", ".join(route.name for route in ROUTES)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS])
+def test_hints_of_the_disk_name_what_convert_has(code: int, tmp_path, monkeypatch) -> None:
+    """It has no `-o`, of which the writers speak."""
+    source = tiny.write_model(tmp_path / "model", dtype="bfloat16")
+
+    def refuse(*_) -> None:
+        raise OSError(code, "no")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(CheckpointError, match="cannot be written: no") as caught:
+        convert.convert("unshard", source, tmp_path / "out", progress=Silent())
+    assert "as OUT" in caught.value.hint and "`-o" not in caught.value.hint
+
+
+def test_a_place_that_cannot_be_is_named_before_a_measurement(tmp_path) -> None:
+    source = tiny_gptq.write_model(tmp_path / "model")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="`.*/file` cannot be made: File exists") as caught:
+        convert.convert("gptq-to-exl2", source, tmp_path / "file" / "out", bpw=5.0, evaluate=False, progress=Silent())
+    assert caught.value.hint == "choose another place as OUT"
