@@ -111,8 +111,10 @@ def ready_stages(
                 continue
             unknown = sensitivity is not None and stage.name not in sensitivity.stages and seen.hessian is not None
             reason = UNKNOWN if unknown else None
-            for own, found in _factored(seen.hessian, stage, linears, groups or {}):
-                yield ReadyStage(own, found, seen.tokens, reason, routed, seen.judge)
+            yield from (
+                ReadyStage(own, found, seen.tokens, reason, routed, seen.judge)
+                for own, found in _factored(seen.hessian, stage, linears, groups or {})
+            )
     for stage, seen in _reached(block, list(all_tokens), stream, rotary, dtype, hessian_bytes):
         routed = all_tokens[stage]
         reason = None if route_all else _few(routed, "solved with all tokens of its block")

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from quantkit import heap
 from quantkit.calibration.gradients import BATCH_TOKENS, LOGITS_AT_ONCE
 from quantkit.calibration.hessian import gathering_bytes
 from quantkit.calibration.sensitivity import CHUNK_OUTPUTS
@@ -22,12 +23,17 @@ from quantkit.heap import resident
 from quantkit.models.architecture import LinearSpec, by_stage
 from quantkit.progress import Progress
 from quantkit.settings import QuantizeSettings
+from quantkit.solver.gptq import SUMMED_COLUMNS
 
 SINGLE = 4
 """Bytes of a float32."""
 MIB = 1 << 20
 WORKING_BYTES = 224 * MIB
 """Compiled kernels, buffers of libraries, and what is freed but not given back: what was seen above the rest."""
+SPARING_BYTES = 96 * MIB
+"""The same where what is freed is given back at once."""
+SOLVED_BYTES = 14
+"""Of a weight that is solved alone: as read, in order, its error, each float32; its code, and the file's bits."""
 
 
 def within_memory(
@@ -72,6 +78,7 @@ def limited(
     """
     if limit is None:
         return subject
+    heap.give_back()
     before = resident()
     needs = 0
     for budget in budgets(subject):
@@ -79,6 +86,8 @@ def limited(
             replace(subject, budget=budget), weighs=weighs, measures=measures, hessian_bytes=hessian_bytes
         )
         if needs <= limit:
+            if budget != DEFAULT:
+                heap.spare()
             return replace(subject, budget=budget)
     shorter = subject.rows.shape[1] // 2 if subject.rows.numel() else 0
     other = f", or shorter rows with `--length {shorter}`" if shorter >= 64 else ""
@@ -113,7 +122,7 @@ def peak(subject: Subject, *, weighs: bool, measures: bool = False, hessian_byte
         moments += _solving(subject, stages, hessian_bytes, 1 + measures)
         if weighs:
             moments.append(_backward(subject, stages))
-    return max(moments) + WORKING_BYTES
+    return max(moments) + (SPARING_BYTES if subject.budget.apart else WORKING_BYTES)
 
 
 def _blocks(subject: Subject) -> Iterator[list[list[LinearSpec]]]:
@@ -156,12 +165,17 @@ def _solving(
             rest, features = held - _hessian(stage, copies * hessian_bytes), stage[0].in_features
             square = features * features
             judge = square * hessian_bytes * (copies - 1)
-            yield block + rest + judge + 3 * square * hessian_bytes
-            sizes = [_size(spec) for spec in stage]
-            side_by_side = max(sizes) if budget.apart else sum(sizes)
-            outputs = SINGLE * CHUNK_OUTPUTS * (max if budget.apart else sum)(spec.out_features for spec in stage)
-            yield block + rest + judge + square * SINGLE + 5 * SINGLE * side_by_side + 2 * outputs
+            yield block + rest + judge + 2 * square * hessian_bytes
+            yield block + rest + judge + square * SINGLE + _solved(stage, apart=budget.apart)
             held = rest
+
+
+def _solved(stage: Sequence[LinearSpec], *, apart: bool) -> int:
+    """Beside the factor: the weights, what is known of their outputs, and of some columns squares and errors."""
+    together = (max if apart else sum)(map(_size, stage))
+    outputs = (max if apart else sum)(spec.out_features for spec in stage)
+    columns = 3 * SINGLE * SUMMED_COLUMNS * stage[0].in_features
+    return (SOLVED_BYTES if apart else 5 * SINGLE) * together + 3 * SINGLE * CHUNK_OUTPUTS * outputs + columns
 
 
 def _hessian(stage: Sequence[LinearSpec], hessian_bytes: int) -> int:

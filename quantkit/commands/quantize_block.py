@@ -75,6 +75,7 @@ def solve_block(
             yield from solve_stage(block.linears, replace(ready, names=names), codecs, known)
             if apart:
                 heap.give_back()
+        del ready  # its factor, while the next one is made
 
 
 def round_block(block: Block, codecs: Mapping[str, Codec]) -> Iterator[SolvedLinear]:
@@ -118,8 +119,9 @@ def solve_stage(
         alike.setdefault(codecs[name], []).append(name)
     for codec, names in alike.items():
         with naming("`, `".join(names)):
-            weights = [linears[name].weight() for name in names]
-            solutions = solve_together(weights, found, codec, _outputs(names, covariances))
+            # Weights without a name here: they are in memory no longer than they are solved.
+            outputs = _outputs(names, covariances)
+            solutions = solve_together([linears[name].weight() for name in names], found, codec, outputs)
         for name, solution in zip(names, solutions, strict=True):
             with naming(name):
                 stored = codec.encode(solution.codes, linears[name].stored.bias)

@@ -21,6 +21,7 @@ from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_bl
 from quantkit.commands.quantize_job import QuantizeJob, Subject
 from quantkit.commands.quantize_report import LinearResult
 from quantkit.errors import GateError
+from quantkit.formats.codec import StoredTensor
 from quantkit.formats.dense import DenseTensor
 from quantkit.job.job import Job, Step
 from quantkit.models.architecture import EMBEDDING, HEAD
@@ -66,7 +67,6 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
             block = load_block(*place, index, dtype, device)
             with kept.step(walk.step(index)) as step:
                 found = _Found(step, subject, f"block {index}", task)
-                rounded: dict[str, DenseTensor] = {}
                 solutions = (
                     round_block(block, codecs)
                     if stream is None
@@ -82,12 +82,12 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
                         apart=subject.budget.apart,
                     )
                 )
-                for solved in solutions:
-                    rounded[solved.result.name] = found.add(solved)
+                rounded = dict(map(found.add, solutions))  # one at a time: the float32 weight of each goes at once
                 seal = None
                 if stream is not None and (index + 1 < config.num_layers or has_head):
                     for name, linear in block.linears.items():
-                        linear.replace(rounded.get(name, linear.stored))
+                        linear.replace(as_read(rounded[name]) if name in rounded else linear.stored)
+                        linear.settle()
 
                     def run_block(hidden: Tensor) -> Tensor:
                         return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next is read
@@ -139,8 +139,8 @@ class _Found:
         self._linears: list[dict[str, Any]] = []
         self._weights: dict[str, str] = {}
 
-    def add(self, solved: SolvedLinear) -> DenseTensor:
-        """Keeps one linear; returns it as the readers of the file will have it.
+    def add(self, solved: SolvedLinear) -> tuple[str, StoredTensor]:
+        """Keeps one linear; returns its name and what has been kept.
 
         Raises GateError where what was encoded is not what was solved.
         """
@@ -156,10 +156,15 @@ class _Found:
         self._weights[name] = digest
         self._linears.append(asdict(solved.result))
         self._task.advance(note=f"{self._place}, {kind_of(name)}, error {solved.result.error:.5f}")
-        return DenseTensor(weight.T, stored.bias)
+        return name, stored
 
     def value(self, seal: str | None) -> dict[str, Any]:
         return {"linears": self._linears, "weights": self._weights, "states": seal}
+
+
+def as_read(stored: StoredTensor) -> DenseTensor:
+    """A linear as the readers of the file will have it."""
+    return DenseTensor(stored.dequantize().T, stored.bias)
 
 
 def solved_steps(kept: Job) -> Iterator[str]:

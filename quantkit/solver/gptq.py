@@ -18,6 +18,8 @@ from quantkit.solver.inverse import Factor
 from quantkit.solver.outputs import Chunk, waves
 
 BLOCK_ROWS = 128
+SUMMED_COLUMNS = 512
+"""Columns whose squares are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +87,13 @@ def solve_together(
 
 def find_energies(weights: Sequence[Tensor], factor: Factor) -> list[Tensor]:
     """The diagonal of Wᵀ H W of each weight, float32 [in, out_i], with the Hessian before damping: float64 [out_i]."""
-    found = []
-    for weight in weights:
-        ordered = weight[factor.order]
-        damped = _column_squares(factor.lower @ ordered, factor.pivots[:, None])
-        found.append((damped - factor.ridge * _column_squares(ordered)).clamp(min=0))
-    return found
+    return [torch.cat([_energies(part, factor) for part in weight.split(SUMMED_COLUMNS, 1)]) for weight in weights]
+
+
+def _energies(weight: Tensor, factor: Factor) -> Tensor:
+    ordered = weight[factor.order]
+    damped = _column_squares(factor.lower @ ordered, factor.pivots[:, None])
+    return (damped - factor.ridge * _column_squares(ordered)).clamp(min=0)
 
 
 def _keeps_together(order: Tensor, groups: Tensor, layout: Layout) -> bool:
@@ -217,8 +220,11 @@ def _round_to_nearest(weight: Tensor, codec: Codec) -> Solution:
 
 def _column_squares(matrix: Tensor, weights: Tensor | None = None) -> Tensor:
     """Σ_j weights[j] · matrix[j]² for each column, float64 [out] of float32 sums."""
-    squares = matrix.square()
-    return (squares if weights is None else squares.mul_(weights)).sum(0).double()
+    found = []
+    for part in matrix.split(SUMMED_COLUMNS, 1):
+        squares = part.square()
+        found.append((squares if weights is None else squares.mul_(weights)).sum(0).double())
+    return torch.cat(found)
 
 
 def _ratio(lost: Tensor, energy: Tensor) -> float:

@@ -83,7 +83,7 @@ def factor(
     `name` of the linear, for NaN or infinity.
     """
     diagonal = hessian.diagonal().double()
-    if not bool(torch.isfinite(hessian).all()):
+    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(hessian)):
         raise CalibrationError(
             f"the Hessian of `{name}` holds NaN or infinity", hint="use `--dtype fp32` and other calibration text"
         )
@@ -100,7 +100,7 @@ def factor(
         flipped.diagonal().add_(ridge)
         if cholesky(flipped):
             if last:
-                hessian.resize_(0)
+                hessian.set_()  # `resize_` would keep the memory
             lower, pivots = _unit_lower(flipped)
             return Factor(order, lower.float(), pivots.float(), ridge, damping * step, dead_inputs)
     most = damping * DAMPING_STEPS[-1]

@@ -1,12 +1,13 @@
 """`--max-memory`: less is held at once, and the result stays the same, byte for byte."""
 
+import weakref
 from pathlib import Path
 
 import pytest
 import tiny
 
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.commands import memory_limit
+from quantkit.commands import block_hessians, memory_limit, quantize_block
 from quantkit.commands.measure import run as measure
 from quantkit.commands.memory_budget import DEFAULT, Budget
 from quantkit.commands.memory_limit import budgets, limited, peak
@@ -41,6 +42,35 @@ def test_the_same_bytes_in_less_memory(model: Path, options: dict, tmp_path: Pat
     limit = {"max_memory": 1 << 40, "evaluate": False}
     run(QuantizeSettings(str(model), tmp_path / "less", **limit, **TEXT, **options), Silent())
     assert contents(tmp_path / "less") == contents(tmp_path / "usual")
+
+
+def test_nothing_of_a_stage_outlives_it(tmp_path: Path, least: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.write_model(tmp_path / "model", dtype="bfloat16")
+    made: list[weakref.ref] = []
+    seen: list[int] = []
+
+    def noted(call):
+        def made_of(*given, **named):
+            result = call(*given, **named)
+            parts = result if isinstance(result, list) else [result]
+            for part in parts:
+                made.append(weakref.ref(part.codes.q if hasattr(part, "codes") else part.lower))
+            return result
+
+        return made_of
+
+    def observe(*given, **named):
+        seen.append(len(made))
+        assert not [each for each in made if each() is not None]
+        return observed(*given, **named)
+
+    observed = block_hessians._observe
+    monkeypatch.setattr(block_hessians, "_observe", observe)
+    monkeypatch.setattr(block_hessians, "factor", noted(block_hessians.factor))
+    monkeypatch.setattr(quantize_block, "solve_together", noted(quantize_block.solve_together))
+    settings = QuantizeSettings(str(model), tmp_path / "out", group_size=32, evaluate=False, max_memory=1 << 40, **TEXT)
+    run(settings, Silent())
+    assert seen == [0, 4, 6, 9, 11, 15, 17, 20]
 
 
 def test_a_measurement_is_the_same_too(model: Path, tmp_path: Path, least: None) -> None:

@@ -10,7 +10,7 @@ from quantkit.formats.codec import Codec, Codes, Grid
 from quantkit.formats.exl2 import Exl2Codec, Width
 from quantkit.formats.gptq import GptqCodec
 from quantkit.solver import gptq
-from quantkit.solver.gptq import solve, solve_together
+from quantkit.solver.gptq import find_energies, solve, solve_together
 from quantkit.solver.inverse import Factor, factor, grouped
 
 
@@ -199,6 +199,14 @@ def test_the_size_of_a_block_does_not_change_the_codes(act_order: bool, monkeypa
     small = solve(weight, factored, codec)
     assert torch.equal(whole.codes.q, small.codes.q)
     assert whole.error == pytest.approx(small.error, rel=1e-4)
+
+
+def test_energies_are_found_in_parts() -> None:
+    x, weight = torch.randn(64, 24), torch.randn(24, 2 * gptq.SUMMED_COLUMNS + 3)
+    hessian = x.T @ x / 64
+    (found,) = find_energies([weight], factor(hessian))
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, (weight * (hessian @ weight)).sum(0).double(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("act_order", [False, True])

@@ -54,6 +54,12 @@ def test_cholesky_is_lapacks(features: int) -> None:
     assert torch.allclose(ours.tril(), torch.linalg.cholesky(hessian), rtol=1e-4, atol=1e-5)
 
 
+def test_a_hessian_that_nobody_needs_again_gives_up_its_memory() -> None:
+    kept, given = _hessian(20), _hessian(20)
+    assert torch.equal(factor(given, last=True).lower, factor(kept).lower)
+    assert given.untyped_storage().nbytes() == 0 and kept.shape == (20, 20)
+
+
 def test_threads_do_not_change_the_bytes() -> None:
     hessian = _hessian(700)
     before = torch.get_num_threads()
