@@ -38,6 +38,8 @@ class QuantizeSettings:
     overwrite: bool = False
     strict: bool = False
     evaluate: bool = True
+    judged: bool = False
+    """The damage is measured though the result was finished before."""
     bpw: float | None = None
     head_bits: int = 6
     include_head: bool = False

@@ -194,6 +194,7 @@ def quantize(
         overwrite=overwrite,
         strict=strict,
         evaluate=not no_eval,
+        judged=gate is not None,
         job=job,
         restart=restart,
         max_memory=memory_bytes("--max-memory", max_memory),
@@ -223,12 +224,6 @@ def quantize(
 
         found = report_on(ReportSettings(model, (str(out),), report_folder, REPORT_TEXT), console.Bars())
         console.say(f"report written to `{found.out}`")
-    if gate and report.damage is None:
-        console.print_error(
-            f"`{out}` was finished before, so that `--gate` has no damage to judge",
-            f'quantkit eval compare {model} {out} --gate "{gate}"',
-        )
-        return GateError.exit_code
     if report.damage is not None and (failed := conditions.failures(report.damage.figures())):
         console.print_error(f"the result fails its gate: {'; '.join(failed)}", f"it stays in `{out}`: use more bits")
         return GateError.exit_code

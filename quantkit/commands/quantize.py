@@ -19,9 +19,9 @@ from quantkit.checkpoint.folder import RESULT_FILE
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.commands.effort import choose_effort, choose_hessian_dtype
+from quantkit.commands.effort import Effort, choose_effort, choose_hessian_dtype
 from quantkit.commands.memory_limit import tell_excess, within_memory
-from quantkit.commands.quantize_exl2 import check_format, choose_recipe
+from quantkit.commands.quantize_exl2 import check_format, choose_recipe, known_recipe
 from quantkit.commands.quantize_job import (
     QuantizeJob,
     Subject,
@@ -35,7 +35,14 @@ from quantkit.commands.quantize_job import (
 )
 from quantkit.commands.quantize_needs import disk_needs, require_space
 from quantkit.commands.quantize_rehearsal import peak_memory
-from quantkit.commands.quantize_report import Calibration, Cost, Damage, Gradients, QuantizeReport
+from quantkit.commands.quantize_report import (
+    Calibration,
+    Cost,
+    Damage,
+    Gradients,
+    QuantizeReport,
+    known_afterwards,
+)
 from quantkit.commands.quantize_steps import UNCHANGED, put_together, solve_steps, solved_blocks
 from quantkit.commands.quantize_target import fit_target
 from quantkit.commands.quantize_tuning import tune_result
@@ -61,6 +68,7 @@ from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import QuantizeSettings
 
 EVALUATION_WINDOWS, EVALUATION_LENGTH = 8, 512
+EXL2_OPTIONS = ("bpw", "head_bits", "include_head")
 SAMPLE_PROMPT, SAMPLE_TOKENS = "What is gravity? Answer in two sentences.", 64
 
 
@@ -109,9 +117,13 @@ def run(
         if made is not None:
             found = finished_before(writer.path, made, facts, overwrite=settings.overwrite)
             if found is not None and not settings.restart:
-                if kept.facts == facts:
+                left = kept.facts == facts
+                judged = unseen is not None and (left or settings.judged)
+                damage = _measure(subject, settings.out, unseen, progress) if judged else None
+                if left:
                     kept.complete()
-                return replace(found, out=settings.out)
+                known = _known(settings, effort, subject, found.size_bytes, hessian_dtype, progress)
+                return replace(found, out=settings.out, damage=damage, known=known)
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         gradients = cache(partial(backward, subject, kept, settings.seed, progress))
         weights = in_form(model.weights, checkpoint)
@@ -131,33 +143,65 @@ def run(
         changes, tuning = tune_result(job, kept, settings.seed, progress) if effort.tunes else (UNCHANGED, None)
         results, receipt = put_together(job, kept, writer, changes)
         files = _finish(job, writer, receipt, facts, settings.calibration, made_by)
-        kept.complete()
-    tell_excess(settings.max_memory, peak_memory(), progress)
-    spent = _spent_since(start)
-    damage = None if unseen is None else _measure(subject, settings.out, unseen, progress)
+        tell_excess(settings.max_memory, peak_memory(), progress)
+        spent = _spent_since(start)
+        damage = None if unseen is None else _measure(subject, settings.out, unseen, progress)
+        kept.complete()  # no sooner: whoever finds the result and this job knows that it was not measured
     return QuantizeReport(
         out=settings.out,
         format=recipe.name,
         effort=effort.name,
         settings={**recipe.settings(), "rotate": settings.rotate},
-        backend=f"{placement.backend}: {placement.reason}",
+        backend=_backend(subject),
         plan=job.plan,
         linears=tuple(results),
         parameters=subject.parameters,
         size_bytes=sum(file.stat().st_size for file in files if file.suffix == ".safetensors"),
-        calibration=Calibration(
-            source=settings.calibration if effort.calibrates else "none",
-            rows=subject.rows.shape[0],
-            length=subject.rows.shape[1],
-            seed=settings.seed,
-            device=placement.device,
-            dtype=placement.dtype_name,
-        ),
+        calibration=_calibration(settings, effort, subject),
         gradients=Gradients(weighed.found.tokens, weighed.seconds, weighed.cpu_seconds) if weighed else None,
         cost=Cost(*spent, *(_spent_since(start) if settings.evaluate else spent)),
         damage=damage,
         tuning=tuning,
     )
+
+
+def _known(
+    settings: QuantizeSettings,
+    effort: Effort,
+    subject: Subject,
+    size_bytes: int,
+    hessian_dtype: torch.dtype,
+    progress: Progress,
+) -> dict[str, Any]:
+    """What the report of a result that was made before would say, as far as that is known."""
+    recipe = known_recipe(settings, subject, progress)
+    own = {name: getattr(settings, name) for name in EXL2_OPTIONS} if recipe is None else recipe.settings()
+    plan = recipe and prepare(subject, recipe, strict=False, hessian_dtype=hessian_dtype).plan
+    return known_afterwards(
+        settings.format if recipe is None else recipe.name,
+        effort.name,
+        {**own, "rotate": settings.rotate},
+        _backend(subject),
+        plan,
+        subject.parameters,
+        size_bytes,
+        _calibration(settings, effort, subject),
+    )
+
+
+def _calibration(settings: QuantizeSettings, effort: Effort, subject: Subject) -> Calibration:
+    return Calibration(
+        source=settings.calibration if effort.calibrates else "none",
+        rows=subject.rows.shape[0],
+        length=subject.rows.shape[1],
+        seed=settings.seed,
+        device=subject.placement.device,
+        dtype=subject.placement.dtype_name,
+    )
+
+
+def _backend(subject: Subject) -> str:
+    return f"{subject.placement.backend}: {subject.placement.reason}"
 
 
 def _announce(job: QuantizeJob, kept: Job, progress: Progress) -> None:

@@ -3,8 +3,8 @@
 Keys of `--json` are the field names below; `linears` has one object for each quantized linear.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +289,7 @@ class QuantizeReport:
         """All of it; the same keys whatever the run."""
         return {
             "out": str(self.out),
+            "finished_before": False,
             "format": self.format,
             **self.settings,
             "effort": self.effort,
@@ -308,6 +309,37 @@ class QuantizeReport:
             **asdict(self.cost),
             "evaluation": None if self.damage is None else self.damage.as_json(),
         }
+
+
+UNKNOWN_AFTERWARDS = (
+    *("errors", "linears", "experts", "remarks", "gradients", "tuning"),
+    *(each.name for each in fields(Cost)),
+)
+"""What a report says that nobody can tell of a result that was made before."""
+
+
+def known_afterwards(
+    format: str,
+    effort: str,
+    settings: Mapping[str, Any],
+    backend: str,
+    plan: Plan | None,
+    parameters: int,
+    size_bytes: int,
+    calibration: Calibration,
+) -> dict[str, Any]:
+    """What `QuantizeReport.as_json` says, of a result that was made before; None for what is not known any more."""
+    return {
+        "format": format,
+        **settings,
+        "effort": effort,
+        "backend": backend,
+        "file_bits_per_weight": size_bytes * 8 / parameters,
+        "parameters": parameters,
+        "plan": None if plan is None else plan.as_json(),
+        **dict.fromkeys(UNKNOWN_AFTERWARDS),
+        "calibration": asdict(calibration),
+    }
 
 
 def _by_kind(linears: Iterable[LinearResult]) -> list[tuple[str, list[LinearResult]]]:

@@ -1,7 +1,8 @@
 """What a command compares before it goes on with a job, or says that its result is there already."""
 
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from quantkit.checkpoint.folder import RESULT_FILE, read_json
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.commands.quantize_job import Subject
+from quantkit.commands.quantize_report import Damage
 from quantkit.errors import CheckpointError, JobError, QuantkitError
 from quantkit.job.identity import ModelIdentity, digest_of_text, programs
 from quantkit.job.job import Facts, differing
@@ -17,7 +19,7 @@ from quantkit.settings import MeasureSettings, QuantizeSettings
 
 KIND, VERSION = "quantkit result", 1
 SAME_BYTES_WHATEVER = (
-    *("model", "out", "job", "restart", "overwrite", "strict", "evaluate", "device", "dtype"),
+    *("model", "out", "job", "restart", "overwrite", "strict", "evaluate", "judged", "device", "dtype"),
     "max_memory",
 )
 """Settings that do not change what is written, or that are among the facts in another form."""
@@ -25,19 +27,25 @@ SAME_BYTES_WHATEVER = (
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A result that this command made before: nothing was done now."""
+    """A result that this command made before, measured now where that was still to be done.
+
+    known  what a report of its making would say under `--json`, as far as that is known; the rest of it is None
+    """
 
     out: Path
     bits_per_weight: float
     size_bytes: int
-    damage: None = None
+    damage: Damage | None = None
+    known: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self) -> list[list[str]]:
         """Name and figure, for people."""
+        left = "nothing to do" if self.damage is None else "only its damage was to be measured"
         return [
-            ["finished before", "by this command, from this model: nothing to do"],
+            ["finished before", f"by this command, from this model: {left}"],
             ["bits per weight, linears", f"{self.bits_per_weight:.3f}"],
             ["size", f"{self.size_bytes / 2**20:.1f} MiB"],
+            *([] if self.damage is None else self.damage.rows()),
             ["to do it again", "`--restart`"],
         ]
 
@@ -49,8 +57,10 @@ class Finished:
         return {
             "out": str(self.out),
             "finished_before": True,
+            **self.known,
             "bits_per_weight": self.bits_per_weight,
             "size_bytes": self.size_bytes,
+            "evaluation": None if self.damage is None else self.damage.as_json(),
         }
 
 
@@ -67,10 +77,10 @@ def facts_of(
         "device": subject.placement.device,
         "dtype": subject.placement.dtype_name,
     }
-    for field in fields(settings):
-        if field.name not in SAME_BYTES_WHATEVER:
-            value = getattr(settings, field.name)
-            facts[field.name] = _digest(value) if isinstance(value, Path) else _plain(value)
+    for option in fields(settings):
+        if option.name not in SAME_BYTES_WHATEVER:
+            value = getattr(settings, option.name)
+            facts[option.name] = _digest(value) if isinstance(value, Path) else _plain(value)
     return facts
 
 

@@ -260,8 +260,12 @@ def test_a_gate_judges_the_damage_and_leaves_the_result(tmp_path, capsys):
     assert "error: the result fails its gate: kl_mean<1e-09 does not hold" in captured.err
     found = json.loads((tmp_path / "report" / "report.json").read_text())
     assert found["candidates"][0]["label"] == "out" and (tmp_path / "report" / "index.html").is_file()
-    assert cli.run([*words, "--gate", "kl_mean<99"]) == 3
-    assert "was finished before" in capsys.readouterr().err
+    assert cli.run([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["evaluation"] is None
+    assert cli.run([*words, "--gate", "kl_mean<99"]) == 0
+    assert "finished before" in capsys.readouterr().out
+    assert cli.run([*words, "--gate", "kl_mean<1e-9"]) == 3
+    assert "kl_mean<1e-09 does not hold" in capsys.readouterr().err
     assert cli.run([*words, "--gate", "kl_mean<99", "--restart", "--overwrite"]) == 0
 
 
