@@ -92,8 +92,8 @@ def _most_rows(sources: Sequence[tuple[list[str], float]], body: int) -> int:
     characters = [sum(map(len, documents)) for documents, _ in sources]
     if body < 1 or max(characters) < PIECE_CHARACTERS:
         return sys.maxsize  # `_windows` will refuse the one, and the other is counted in a moment
-    sizes = (4 * count + count // PIECE_CHARACTERS + 2 for count in characters)
-    return sum(size // body for size in sizes)
+    sizes = [sum(len(document.encode("utf-8", "surrogatepass")) + 2 for document in documents) for documents, _ in sources]
+    return sum((size + size // PIECE_CHARACTERS + 2) // body for size in sizes)
 
 
 def held_back(tokenizer: Encoder, length: int, windows: int) -> Tensor:

@@ -123,6 +123,9 @@ def test_far_too_many_rows_are_refused_before_anything_is_tokenized() -> None:
     with pytest.raises(CalibrationError, match="cannot have more than") as caught:
         text.token_rows("bundled", Never(), 1_000_000, 512, 0)
     assert "--samples 128" in caught.value.hint
+    most = sum(len(text._bundled(part.file)[0].encode()) for part in text.BUNDLED) // 512
+    with pytest.raises(CalibrationError, match="cannot have more than"):
+        text.token_rows("bundled", Never(), most + 4, 512, 0)  # a token has a byte at least
 
 
 def test_too_short_text_tells_the_numbers(tmp_path: Path) -> None:
