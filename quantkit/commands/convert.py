@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.commands.convert_report import Report
-from quantkit.commands.convert_routes import ROUTES, Route, find
+from quantkit.commands.convert_routes import ROUTES, Route, find, idle_options
 from quantkit.commands.convert_stamp import conversion_facts, finished_conversion, stamp
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.progress import Progress, Tqdm
@@ -33,6 +33,7 @@ def run(settings: ConvertSettings, progress: Progress) -> Report:
         names = ", ".join(route.name for route in ROUTES)
         raise UsageError(f"there is no route `{settings.route}`", hint=f"routes: {names}")
     _refuse_unread(settings, route)
+    _refuse_idle(settings)
     module, _, function = route.home.partition(":")
     found: Callable[[ConvertSettings, Progress], Report] = getattr(
         importlib.import_module(f"quantkit.commands.{module}"), function
@@ -49,6 +50,17 @@ def run(settings: ConvertSettings, progress: Progress) -> Report:
         # Every command writes to what `-o` names, this one to its second argument.
         error.hint = None if error.hint is None else error.hint.replace("with `-o`", "as OUT").replace("`-o`", "OUT")
         raise
+
+
+def _refuse_idle(settings: ConvertSettings) -> None:
+    """Options of the route that have no effect beside `--data-free`."""
+    plain = ConvertSettings(settings.route, settings.source, settings.out)
+    for name in idle_options(settings.route) if settings.data_free else ():
+        if getattr(settings, name) != getattr(plain, name):
+            raise UsageError(
+                f"`--{name}` has no effect beside `--data-free`, which reads the weights alone",
+                hint=f"leave out `--{name}`, or `--data-free`",
+            )
 
 
 def _refuse_unread(settings: ConvertSettings, route: Route) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from quantkit.commands import convert
 from quantkit.commands.convert_report import ConvertReport, Report
-from quantkit.commands.convert_routes import ROUTES, find
+from quantkit.commands.convert_routes import ROUTES, find, idle_options
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.progress import Progress
 from quantkit.settings import ConvertSettings
@@ -143,7 +143,8 @@ def _jobs(own: Any, defaults: Mapping[str, Any], where: str) -> list[ConvertSett
         names = ", ".join(route.name for route in ROUTES)
         raise UsageError(f"{where}: there is no route `{own['route']}`", hint=f"routes: {names}")
     known = {*route.options, "overwrite"}
-    values = {key: value for key, value in defaults.items() if key in known}
+    idle = idle_options(route.name) if own.get("data_free", defaults.get("data_free")) else ()
+    values = {key: value for key, value in defaults.items() if key in known and key not in idle}
     values |= {key: value for key, value in own.items() if key not in ("route", "in", "out")}
     if foreign := sorted(values.keys() - known):
         raise UsageError(f"{where}: `{foreign[0]}` has no meaning for `{route.name}`", hint="leave it out")

@@ -110,6 +110,11 @@ def find(name: str) -> Route | None:
     return next((route for route in ROUTES if route.name == name), None)
 
 
+def idle_options(route: str) -> tuple[str, ...]:
+    """What is read for nothing when the weights alone are looked at: text, and a job where it is one go."""
+    return (*TEXT, "job") if route == "gptq-to-exl2" else TEXT
+
+
 def table() -> tuple[list[str], list[list[str]]]:
     """Columns and rows of `quantkit convert --list`."""
     return ["route", "weights", "calibration"], [[route.name, route.kept, route.calibration] for route in ROUTES]

@@ -107,7 +107,11 @@ def run(settings: TasksSettings, progress: Progress) -> TasksReport:
     metrics = answer_metrics(settings.metrics)
     checkpoint = open_checkpoint(settings.model)
     tokenizer = Tokenizer.open(checkpoint.path)
+    _refuse_idle_split(settings)
     tasks = [_read(name, settings).take(settings.limit, settings.shots) for name in settings.tasks]
+    if settings.metrics and not any(task.kind == "answer" for task in tasks):
+        kinds = ", ".join(dict.fromkeys(task.kind for task in tasks))
+        raise UsageError(f"`--metric` scores written answers, and these tasks are {kinds}", hint="leave out `--metric`")
     config = checkpoint.model_config
     for task in tasks:
         if task.kind in DECIDED:
@@ -127,6 +131,15 @@ def run(settings: TasksSettings, progress: Progress) -> TasksReport:
     return TasksReport(settings.model, results, settings.shots, placement, tuple(notes))
 
 
+def _is_file(name: str) -> bool:
+    return Path(name).exists() or Path(name).suffix == ".jsonl"
+
+
+def _refuse_idle_split(settings: TasksSettings) -> None:
+    if settings.split != TasksSettings("", ()).split and all(map(_is_file, settings.tasks)):
+        raise UsageError("`--split` is of data sets of the hub, and all tasks are files", hint="leave out `--split`")
+
+
 def _read(name: str, settings: TasksSettings) -> Task:
     languages = None
     if settings.source is not None and settings.target is not None:
@@ -137,12 +150,16 @@ def _read(name: str, settings: TasksSettings) -> Task:
     path = Path(name)
     rows: Sequence[Mapping[str, Any]]
     places = None
-    if path.exists() or path.suffix == ".jsonl":
+    if _is_file(name):
         items = read_items(path)
         rows, places = list(items.values()), [f"line {number} of `{path}`" for number in items]
     else:
         wanted = None if settings.limit is None else settings.limit + settings.shots
         rows = read_rows(name, settings.split, wanted)
+    if rows and (absent := sorted(name for name in names if not any(name in row for row in rows))):
+        raise UsageError(
+            f"`--field` renames `{absent[0]}`, which no item of `{name}` has", hint=f"fields are {', '.join(rows[0])}"
+        )
     renamed = [{names.get(key, key): value for key, value in row.items()} for row in rows]
     return make_task(path.stem if path.exists() else name, renamed, languages, places)
 

@@ -206,6 +206,9 @@ REFUSED = [
     ({"match": 0.0}, UsageError, "above 0"),
     ({"bpw": 5.0, "data_free": True, "original": "x"}, UsageError, "two ways"),
     ({"bpw": 5.0, "data_free": True, "measurement": Path("m")}, UsageError, "needs text"),
+    ({"bpw": 5.0, "data_free": True, "samples": 4}, UsageError, "`--samples` has no effect beside `--data-free`"),
+    ({"bpw": 5.0, "data_free": True, "calibration": "x.txt"}, UsageError, "`--calibration` has no effect"),
+    ({"bpw": 5.0, "data_free": True, "job": Path("j")}, UsageError, "`--job` has no effect"),
     ({"bpw": 5.0, "head_bits": 7}, UsageError, "head of 7 bits"),
     ({"bpw": 5.0, "bits": 4, "shard_size": "1GiB"}, UsageError, "`shard_size` has no meaning"),
 ]

@@ -4,7 +4,7 @@ import pytest
 import tiny
 
 from quantkit.commands import evaluate_tasks
-from quantkit.errors import CalibrationError
+from quantkit.errors import CalibrationError, UsageError
 from quantkit.progress import Silent
 from quantkit.settings import TasksSettings
 
@@ -48,3 +48,18 @@ def test_what_cannot_be_asked_is_named_by_its_line_before_any_weight_is_read(lin
     with pytest.raises(CalibrationError) as caught:
         ask(folder, file)
     assert f"line 3 of `{file}`" in caught.value.message and message in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": "train"}, "`--split` is of data sets of the hub, and all tasks are files"),
+        ({"metrics": ("exact_match",)}, "`--metric` scores written answers, and these tasks are multiple choice"),
+        ({"fields": ("query=question",)}, "`--field` renames `question`, which no item of `.*` has"),
+    ],
+)
+def test_options_without_effect_are_refused(settings, message, folder, tmp_path):
+    file = tmp_path / "items.jsonl"
+    file.write_text(json.dumps(ITEM))
+    with pytest.raises(UsageError, match=message):
+        ask(folder, file, **settings)
