@@ -251,8 +251,8 @@ class Step:
         """The complete file; None where there are no tensors."""
         if self._shard is None:
             return None
-        shard, self._shard = self._shard, None
-        shard.close()
+        self._shard.close()  # where it fails, `abandon` still has a file to let go of
+        self._shard = None
         return self._part
 
     def abandon(self) -> None:

@@ -254,11 +254,18 @@ def test_a_step_that_the_disk_refuses_can_be_done_again(half: Path, monkeypatch,
     allowed = 0
     while not _finished(half, monkeypatch, target, allowed, OSError(number, os.strerror(number))):
         assert not [name for name in names(half) if name.endswith(".part")]
+        assert not open_files(half), "a deleted file keeps its space as long as it is open"
         allowed += 1
     assert allowed >= 1
     with begun(half) as job:
         assert job.finished == 3
         assert torch.equal(dict(job.tensors("block 2"))["weight"], WEIGHT)
+
+
+def open_files(folder: Path) -> list[str]:
+    """What this process holds open there, deleted files too."""
+    links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return [path for path in links if path.startswith(f"{folder}/")]
 
 
 def _finished(folder: Path, monkeypatch, target: tuple, allowed: int, failure: OSError) -> bool:
