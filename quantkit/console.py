@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -56,14 +57,40 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]], *, text_columns: int = 1) -> None:
-    """A result for people, on stdout. The first columns are text, the others are right-aligned figures."""
-    table = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < text_columns else "right")
-    for row in rows:
-        table.add_row(*map(Text, row))  # as it is: brackets in a path are no markup
+    """A result for people, on stdout. The first columns are text, the others are right-aligned figures. A table whose
+    words would be cut to fit the screen is laid on its side, or, where that is too wide too, row below row."""
+    last = len(columns) - 1
+    turned = [[name, *(row[at + 1] for row in rows)] for at, name in enumerate(columns[1:])]
+    table = _table(title, columns, rows, text_columns)
+    if last > 1 and _least_width(columns, rows) > out.width:
+        heads = [columns[0], *(row[0] for row in rows)]
+        if _least_width(heads, turned) <= out.width:
+            table = _table(title, heads, turned, text_columns=len(heads))
+        else:
+            table = _table(title, ["", ""], [], text_columns=2)
+            for row in rows:
+                for at, (name, cell) in enumerate(zip(columns, row, strict=True)):
+                    table.add_row(Text(name), Text(cell), end_section=at == last)
     with _written():
         out.print(table)
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]], text_columns: int) -> Table:
+    table = Table(
+        title=Text(title), title_justify="left", title_style="bold", header_style="bold", show_header=any(columns)
+    )
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < text_columns else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # as it is: brackets in a path are no markup
+    return table
+
+
+def _least_width(columns: list[str], rows: list[list[str]]) -> int:
+    """With every word whole."""
+    cells = zip(columns, *rows, strict=True)
+    words = (max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in cells)
+    return sum(width + 3 for width in words) + 1
 
 
 def print_report(report: "Report", *, as_json: bool) -> None:

@@ -87,6 +87,30 @@ def test_brackets_in_a_table_are_no_markup(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.count(PATH) == 2
 
 
+WIDE = ["candidate", "bits per weight", "perplexity", "99th percentile", "same likeliest", "healthy conversations"]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 30])
+def test_no_word_of_a_table_is_cut(rows: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one too wide for the screen: few rows turn it on its side, more stand below one another."""
+    monkeypatch.setattr(console.out, "_width", 60)
+    cells = [[f"a-rather-long-name-{row}", *(f"{row}{at:011}.25" for at in range(1, 6))] for row in range(rows)]
+    console.print_table("wide", WIDE, cells)
+    shown = capsys.readouterr().out
+    words = {word for line in [*cells, WIDE] for cell in line for word in cell.split()}
+    assert words <= set(shown.split()) and "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 60
+
+
+def test_a_word_wider_than_the_screen_is_folded_not_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console.out, "_width", 60)
+    console.print_table("path", ["", ""], [["x" * 100, "y" * 100]])
+    shown = capsys.readouterr().out
+    assert (shown.count("x"), shown.count("y")) == (100, 100)
+
+
 def test_an_error_is_one_line_and_its_hint_another(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_error("what\nhappened", "do\r\nthis")
     assert capsys.readouterr().err == "error: what happened\nhint: do this\n"

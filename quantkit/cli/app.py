@@ -10,6 +10,7 @@ from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.cli.measure import measure
 from quantkit.cli.measurement import measurement
+from quantkit.cli.options import summary
 from quantkit.cli.plan import plan
 from quantkit.cli.quantize import quantize
 from quantkit.cli.recommend import recommend
@@ -20,6 +21,7 @@ app = typer.Typer(
     help="Quantize language models to GPTQ and EXL2, convert between formats, and prove each result.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes break words and cut names of options at 80 columns, and swallow brackets
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -34,18 +36,14 @@ def _version(show: bool) -> None:
 @app.callback()
 def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+    debug: bool = typer.Option(False, "--debug", help="Anywhere: the traceback of an error before its words."),
+    offline: bool = typer.Option(False, "--offline", help="Anywhere: models and data sets from the local cache only."),
 ) -> None:
-    pass
+    """`main` takes `--debug` and `--offline` out wherever they stand; here they are for the list of options."""
 
 
-app.command()(quantize)
-app.command()(measure)
+for _command in (quantize, measure, plan, generate, check, inspect, recommend, doctor):
+    app.command(short_help=summary(_command))(_command)
 app.add_typer(measurement, name="measurement")
-app.command()(plan)
 app.add_typer(convert, name="convert")
 app.add_typer(evaluate, name="eval")
-app.command()(generate)
-app.command()(check)
-app.command()(inspect)
-app.command()(recommend)
-app.command()(doctor)

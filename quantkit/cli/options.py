@@ -1,8 +1,9 @@
 """Options that several commands have, in one wording."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,6 +38,11 @@ MaxMemory = Annotated[
     ),
 ]
 UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def summary(command: Callable[..., Any]) -> str:
+    """What a list of commands says of one: the first paragraph of its own words, whole."""
+    return " ".join((command.__doc__ or "").partition("\n\n")[0].split())
 
 
 def memory_bytes(option: str, text: str | None) -> int | None:

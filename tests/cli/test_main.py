@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
+import typer
 
 from quantkit import cli
+from quantkit.cli.app import app
 from quantkit.version import VERSION
 
 # Modules that cost more than the answer to `--help` is worth.
@@ -21,6 +24,31 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0
     assert done.stderr.strip() == "[]"
     assert "doctor" in done.stdout
+
+
+def commands(command, path=()):
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*path, name))
+
+
+def test_help_at_80_columns_has_every_name_and_word_whole(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for path, command in commands(typer.main.get_command(app)):
+        with suppress(SystemExit):
+            cli.run([*path, "--help"])
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 80, path
+        names = {name for option in command.params for name in option.opts if name.startswith("-")}
+        helps = {word for option in command.params for word in (getattr(option, "help", None) or "").split()}
+        missing = {word for word in names | helps if word not in shown}
+        assert not missing and "…" not in shown.replace("CANDIDATE…", ""), (path, missing)
+
+
+def test_help_names_what_may_stand_anywhere(capsys) -> None:
+    assert cli.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--debug" in shown and "--offline" in shown
 
 
 def test_version(capsys) -> None:
