@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import convert_options as options
+from quantkit.cli.options import summary
 from quantkit.commands.convert_routes import ROUTES, Route, table
+from quantkit.errors import UsageError
 from quantkit.settings import ConvertSettings
 
 convert = typer.Typer(
@@ -22,10 +24,16 @@ convert = typer.Typer(
 def _root(
     context: typer.Context,
     listing: Annotated[bool, typer.Option("--list", help="The routes: what each keeps, and what it needs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --list: one JSON object on stdout.")] = False,
 ) -> None:
+    if json and not listing:
+        raise UsageError("`--json` stands behind the route, or with `--list`", hint="quantkit convert --list --json")
     if listing:
         from quantkit import console
 
+        if json:
+            console.print_json({"routes": [route.as_json() for route in ROUTES]})
+            raise typer.Exit
         console.print_table("quantkit convert ROUTE IN OUT", *table())
         raise typer.Exit
     if context.invoked_subcommand is None:
@@ -58,7 +66,6 @@ def _run(settings: ConvertSettings, as_json: bool) -> None:
     console.print_report(run(settings, console.Bars()), as_json=as_json)
 
 
-@convert.command("batch")
 def batch(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS.toml", help="Conversions, one `[[job]]` each.")],
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
@@ -73,5 +80,6 @@ def batch(
         raise typer.Exit(report.exit_code)
 
 
+convert.command("batch", short_help=summary(batch))(batch)
 for _route in ROUTES:
-    convert.command(_route.name)(_command(_route))
+    convert.command(_route.name, short_help=_route.summary)(_command(_route))

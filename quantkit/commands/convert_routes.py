@@ -25,6 +25,15 @@ class Route:
     options: tuple[str, ...] = ()
     calibration: str = "no"
 
+    def as_json(self) -> dict[str, str | list[str]]:
+        return {
+            "route": self.name,
+            "summary": self.summary,
+            "weights": self.kept,
+            "calibration": self.calibration,
+            "settings": list(self.options),
+        }
+
 
 TEXT = ("calibration", "samples", "length", "seed")
 JOB = ("job", "restart")

@@ -6,6 +6,7 @@ import pytest
 import tiny_gguf
 
 from quantkit import cli
+from quantkit.commands.convert_routes import ROUTES
 
 
 def test_json_is_one_object_and_nothing_else(tmp_path, capsys) -> None:
@@ -46,6 +47,20 @@ def test_bad_input_is_one_error_with_a_hint(content, code, message, tmp_path, ca
     assert message in lines[0]
     assert lines[1].startswith("hint: ")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_routes_as_json(capsys) -> None:
+    assert cli.run(["convert", "--list", "--json"]) == 0
+    routes = json.loads(capsys.readouterr().out)["routes"]
+    assert [route["route"] for route in routes] == [route.name for route in ROUTES]
+    assert all({"summary", "weights", "calibration", "settings"} < route.keys() for route in routes)
+    assert cli.run(["convert", "--json"]) == 2
+    assert "quantkit convert --list --json" in capsys.readouterr().err
+
+
+def test_help_of_a_batch_names_its_table(capsys) -> None:
+    assert cli.run(["convert", "batch", "--help"]) == 0
+    assert "[[job]]" in capsys.readouterr().out
 
 
 def test_without_a_route_the_help_lists_them(capsys) -> None:
