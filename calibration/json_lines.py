@@ -1,4 +1,4 @@
-"""Text files and lines of JSON as people give them: UTF-8, perhaps behind a byte order mark; each line read strictly."""
+"""Text and lines of JSON as people give them: UTF-8, perhaps behind a byte order mark, each line read strictly."""
 
 import json
 import math

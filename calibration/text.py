@@ -92,7 +92,8 @@ def _most_rows(sources: Sequence[tuple[list[str], float]], body: int) -> int:
     characters = [sum(map(len, documents)) for documents, _ in sources]
     if body < 1 or max(characters) < PIECE_CHARACTERS:
         return sys.maxsize  # `_windows` will refuse the one, and the other is counted in a moment
-    sizes = [sum(len(document.encode("utf-8", "surrogatepass")) + 2 for document in documents) for documents, _ in sources]
+    encoded = ([document.encode("utf-8", "surrogatepass") for document in documents] for documents, _ in sources)
+    sizes = (sum(len(document) + 2 for document in documents) for documents in encoded)
     return sum((size + size // PIECE_CHARACTERS + 2) // body for size in sizes)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.options import RunDevice, RunDtype
+from quantkit.cli.options import RunDevice, RunDtype, summary
 from quantkit.errors import UsageError
 from quantkit.settings import (
     CompareSettings,
@@ -50,7 +50,6 @@ Gate = Annotated[
 ]
 
 
-@evaluate.command()
 def perplexity(
     models: Annotated[list[str], typer.Argument(help="Folders of models, or hub ids; several make one table.")],
     dataset: Dataset = None,
@@ -85,10 +84,9 @@ def perplexity(
     if as_json:
         console.print_json(report.as_json())
     else:
-        console.print_table(f"Perplexity of {models[0]}", ["", ""], report.rows())
+        console.print_table(f"Perplexity of {models[0]}", ["", ""], report.rows(), text_columns=2)
 
 
-@evaluate.command()
 def compare(
     reference: Annotated[
         str, typer.Argument(help="Folder of the model that is right, a hub id, or a file of --save-reference.")
@@ -120,25 +118,31 @@ def compare(
     """KL divergence of CANDIDATE from REFERENCE over a text, how often both choose the same, both perplexities, and the
     tokens where they differ most."""
     texts = TextSettings(dataset, text, length, windows, bos)
-    formats = [part.strip() for part in kv.split(",")] if kv else [None]
+    formats = tuple(part.strip() for part in kv.split(",")) if kv else (None,)
     if len(formats) > 1 and save_reference is not None:
         raise UsageError("`--save-reference` goes with one cache format at a time", hint=f"--kv {formats[0]}")
     from quantkit import console
+    from quantkit.commands.compare_caches import compare_caches
     from quantkit.commands.evaluate import compare as run
 
-    found = []
-    for form in formats:
-        settings = CompareSettings(reference, candidate, texts, device, dtype, save_reference, gate, form, kv_resident)
-        found.append(run(settings, console.Bars()))
-        if not as_json:
-            console.print_table(found[-1].title, ["", ""], found[-1].rows())
+    choice = (device, dtype, save_reference, gate, formats[0], kv_resident)
+    settings = CompareSettings(reference, candidate, texts, *choice)
+    if len(formats) > 1:
+        table = compare_caches(settings, formats, console.Bars())
+        if as_json:
+            console.print_json(table.as_json())
+        else:
+            console.print_table(table.title, list(table.COLUMNS), table.rows())
+            console.print_table("of", ["", ""], table.facts(), text_columns=2)
+        return table.exit_code
+    found = run(settings, console.Bars())
     if as_json:
-        reports = [one.as_json() for one in found]
-        console.print_json(reports[0] if len(reports) == 1 else {"candidates": reports})
-    return max(one.exit_code for one in found)
+        console.print_json(found.as_json())
+    else:
+        console.print_table(found.title, ["", ""], found.rows(), text_columns=2)
+    return found.exit_code
 
 
-@evaluate.command()
 def degeneration(
     model: Annotated[str, typer.Argument(help="Folder of a model, or a hub id.")],
     reference: Annotated[
@@ -174,7 +178,6 @@ def degeneration(
     return report.exit_code
 
 
-@evaluate.command()
 def tasks(
     model: Annotated[str, typer.Argument(help="Folder of a model, or a hub id.")],
     task: Annotated[list[str], typer.Argument(help="Files of items, .jsonl, or data sets of the hub, as id:config.")],
@@ -226,7 +229,6 @@ def tasks(
     console.print_table("of", ["", ""], report.facts(), text_columns=2)
 
 
-@evaluate.command()
 def report(
     reference: Annotated[str, typer.Argument(help="Folder of the model that is right, or a hub id.")],
     candidates: Annotated[list[str], typer.Argument(help="Folders of its quantizations, or hub ids.")],
@@ -257,3 +259,7 @@ def report(
         return
     console.print_table(f"Quantizations of {reference}", list(found.COLUMNS), found.rows())
     console.say(f"written to `{found.out}`: open `{found.out / 'index.html'}`")
+
+
+for _command in (perplexity, compare, degeneration, tasks, report):
+    evaluate.command(short_help=summary(_command))(_command)

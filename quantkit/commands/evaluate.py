@@ -139,7 +139,7 @@ def compare(
     if settings.candidate is None:
         return _save(settings, placement, progress)
     if Path(settings.reference).is_file():
-        return _compare_saved(settings, settings.candidate, placement, gate, progress)
+        return _compare_saved(settings, settings.candidate, placement, gate, progress, load)
     checkpoints = open_checkpoint(settings.reference), open_checkpoint(settings.candidate)
     context = min(checkpoint.model_config.context for checkpoint in checkpoints)
     tokenizer = Tokenizer.open(checkpoints[0].path)
@@ -220,7 +220,7 @@ def _save(settings: CompareSettings, placement: Placement, progress: Progress) -
 
 
 def _compare_saved(
-    settings: CompareSettings, name: str, placement: Placement, gate: Gate, progress: Progress
+    settings: CompareSettings, name: str, placement: Placement, gate: Gate, progress: Progress, load: Loader
 ) -> CompareReport:
     """A candidate against what was saved of its reference, over the tokens that stand in the file."""
     if settings.text != TextSettings():
@@ -244,7 +244,7 @@ def _compare_saved(
     notes = [*checkpoint.notes, f"the reference was saved by quantkit {about['version']}, in {about['dtype']}"]
     if about["tokenizer"] != digest_of_tokenizer(checkpoint):
         notes.append("its `tokenizer.json` is not that of the reference: the reference's tokens are used")
-    candidate = load_model(checkpoint, placement.device, placement.dtype)
+    candidate = load(checkpoint, placement.device, placement.dtype)
     candidate, name = _through(candidate, _cache(settings), name)
     found = compare_saved(saved, candidate, progress)
     bos = about["bos"] == "yes"

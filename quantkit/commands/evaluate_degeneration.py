@@ -177,8 +177,11 @@ def _talk_json(label: str, talk: Talk) -> dict[str, Any]:
 def run(
     settings: DegenerationSettings, progress: Progress, load: Loader = load_model
 ) -> DegenerationReport:
-    """Probe a model; `load` gives it, and its reference, once all else is checked. Raises CheckpointError for the models' files, UsageError for settings, RequestError for a context
-    that is too short, GateError when logits are no finite numbers."""
+    """Probe a model; `load` gives it, and its reference, once all else is checked.
+
+    Raises CheckpointError for the models' files, UsageError for settings, RequestError for a context that is too short,
+    GateError when logits are no finite numbers.
+    """
     placement = Placement.choose(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model)
     original = None if settings.reference is None else open_checkpoint(settings.reference)

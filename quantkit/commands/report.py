@@ -27,6 +27,7 @@ from quantkit.commands import evaluate, evaluate_degeneration
 from quantkit.commands.compare_report import CompareReport
 from quantkit.commands.evaluate_degeneration import DegenerationReport
 from quantkit.commands.evaluate_text import ReadText
+from quantkit.commands.kept_models import KeptModels
 from quantkit.commands.report_card import card
 from quantkit.commands.report_page import page
 from quantkit.errors import CheckpointError, UsageError
@@ -34,10 +35,8 @@ from quantkit.evaluators.depth import depth_errors
 from quantkit.inventory import take
 from quantkit.measurement import Measurement
 from quantkit.models.architecture import block_of
-from quantkit.models.transformer import Model
 from quantkit.plan import kind_of
 from quantkit.progress import Progress
-from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import CompareSettings, DegenerationSettings, QuantizeSettings, ReportSettings
@@ -187,7 +186,7 @@ def run(settings: ReportSettings, progress: Progress) -> Report:
     facts = [
         _facts(*each) for each in zip(checkpoints, (settings.reference, *settings.candidates), labels, strict=True)
     ]
-    models = _Models(read[0])
+    models = KeptModels(read[0])
     judged = tuple(
         _judge(name, own, checkpoints[0], checkpoint, settings, models, progress)
         for name, own, checkpoint in zip(settings.candidates, facts[1:], checkpoints[1:], strict=True)
@@ -232,7 +231,7 @@ def _judge(
     reference: Checkpoint,
     checkpoint: Checkpoint,
     settings: ReportSettings,
-    models: "_Models",
+    models: KeptModels,
     progress: Progress,
 ) -> Judged:
     compared = evaluate.compare(
@@ -249,23 +248,8 @@ def _judge(
     return Judged(facts, compared, tuple(_depth(reference, checkpoint, settings, models)), probed)
 
 
-class _Models:
-    """The models of a report, each read once: the reference stays, a candidate makes room for the next one."""
-
-    def __init__(self, reference: Path) -> None:
-        self._reference = reference
-        self._kept: dict[Path, Model] = {}
-
-    def load(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> Model:
-        """Always on the same device and in the same dtype, which are those of the report."""
-        if checkpoint.path not in self._kept:
-            self._kept = {path: model for path, model in self._kept.items() if path == self._reference}
-            self._kept[checkpoint.path] = load_model(checkpoint, device, dtype)
-        return self._kept[checkpoint.path]
-
-
 def _depth(
-    reference: Checkpoint, candidate: Checkpoint, settings: ReportSettings, models: _Models
+    reference: Checkpoint, candidate: Checkpoint, settings: ReportSettings, models: KeptModels
 ) -> list[float]:
     placement = Placement.choose(settings.device, settings.dtype)
     tokenizer = Tokenizer.open(reference.path)

@@ -253,6 +253,13 @@ def test_cache_formats_are_candidates_too(folder, text, tmp_path, capsys):
     windows = ["--text", text, "--length", "32"]
     assert cli.run(["eval", "compare", folder, *windows, "--kv", "fp16,q4_0", "--json"]) == 0
     fine, coarse = json.loads(capsys.readouterr().out)["candidates"]
+    assert cli.run(["eval", "compare", folder, *windows, "--kv", "fp16,q4_0", "--gate", "kl_mean<1e-9"]) == 3
+    lines = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    table = [words for words in lines if words and words[0] in ("fp16", "q4_0")]
+    assert [words[:2] for words in table] == [["fp16", f"{fine['kl_mean']:.6f}"], ["q4_0", f"{coarse['kl_mean']:.6f}"]]
+    assert cli.run(["eval", "compare", folder, *windows, "--kv", "fp16,int3"]) == 2
+    captured = capsys.readouterr()
+    assert "there is no cache format `int3`" in captured.err and not captured.out
     assert fine["candidate"].endswith("cache fp16") and 0 <= fine["kl_mean"] < coarse["kl_mean"]
     assert cli.run(["eval", "compare", folder, folder, *windows, "--kv", "q4_0", "--gate", "kl_mean<1e-9"]) == 3
     assert "cache q4_0" in capsys.readouterr().out
