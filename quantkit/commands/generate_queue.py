@@ -7,7 +7,7 @@ it leaves out is as on the command line. Every line is read and checked before a
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantkit.calibration.json_lines import parse_line
 from quantkit.checkpoint.adapter import open_weighted
@@ -49,6 +49,14 @@ FIELDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
 PROMPTS = ("prompt", "chat", "messages")
 LARGEST = 2**63
 """No setting has use for a number beyond it, and Python makes no float of the largest whole ones."""
+
+
+class Line(NamedTuple):
+    """One line of the file: its number, what its answer is called, and what it asks for."""
+
+    number: int
+    name: Any
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,21 +158,21 @@ def run(
         settings.optimistic,
         None if settings.latency_ms is None else settings.latency_ms / 1000,
     )
-    requests = _requests(setup)
+    lines = _lines(setup)
     generator = setup.load()
     model = generator.model
     plan = setup.plan
-    positions, most = _fit(setup, generator, [request for _, request in requests])
+    positions, most = _fit(setup, generator, lines)
     pool = plan.pool(model.config, positions, model.dtype, model.device, most)
     prefixes = PrefixCache(pool, model.config) if settings.share_prefixes else None
     scheduler = Scheduler(generator, pool, replace(limits, most_running=most), prefixes)
-    names = {scheduler.add(request): name for name, request in requests}
-    generator.warm_up(requests[0][1])
+    names = {scheduler.add(line.request): line.name for line in lines}
+    generator.warm_up(lines[0].request)
     load_seconds = time.perf_counter() - start
     for note in setup.checkpoint.notes:
         progress.say(note)
     start = time.perf_counter()
-    with progress.task("requests", total=len(requests)) as task:
+    with progress.task("requests", total=len(lines)) as task:
         for number, delta in scheduler.stream():
             if delta.finish_reason:
                 on_answer(line_of(names[number], scheduler.served[number]))
@@ -177,16 +185,16 @@ def run(
     )
 
 
-def _fit(setup: Setup, generator: Generator, requests: list[Request]) -> tuple[int, int]:
+def _fit(setup: Setup, generator: Generator, lines: list[Line]) -> tuple[int, int]:
     """Positions of the cache, and how many requests run at once.
 
     In whole pages: for all requests where what one has read can be of use to another, else for the longest of those
     that run at once; but no more than the free memory has room for. A draft model has a cache for each that runs: where
-    these leave too little, fewer run.
+    these leave too little, fewer run. Raises RequestError for a line that the free memory has no room for alone.
     """
     plan, settings, model, most = setup.plan, setup.settings, generator.model, setup.settings.batch
-    held = (plan.held(len(request.ids) + request.max_new_tokens) for request in requests)
-    pages = sorted((-(-positions // PAGE) for positions in held), reverse=True)
+    longest = max(lines, key=lambda line: _positions(line.request))
+    pages = sorted((-(-plan.held(_positions(line.request)) // PAGE) for line in lines), reverse=True)
     wanted = sum(pages if settings.share_prefixes else pages[: settings.batch])
     in_host_memory = plan.resident > 0 or model.device.type == "cpu"
     free = free_bytes("cpu" if in_host_memory else model.device)
@@ -194,11 +202,24 @@ def _fit(setup: Setup, generator: Generator, requests: list[Request]) -> tuple[i
         free //= setup.ranks.size if in_host_memory else 1  # which the processes of a machine have in common
         page = _page_bytes(model, plan.kv)
         room = int(settings.cache_fraction * free)
-        drafts = _draft_bytes(generator, requests, "cpu" if in_host_memory else model.device.type)
+        drafts = _draft_bytes(generator, lines, "cpu" if in_host_memory else model.device.type)
         while drafts and most > 1 and room < sum(drafts[:most]) + page * sum(pages[:most]):
             most -= 1
         wanted = min(wanted, (room - sum(drafts[:most])) // page)
-    return PAGE * max(1, setup.ranks.least(wanted)), setup.ranks.least(most)
+    wanted, most = setup.ranks.least(wanted), setup.ranks.least(most)
+    if wanted < pages[0]:
+        request = longest.request
+        raise RequestError(
+            f"line {longest.number} of `{settings.prompts_file}`: {len(request.ids)} prompt tokens and "
+            f"{request.max_new_tokens} new ones need {PAGE * pages[0]} positions of cache, "
+            f"{settings.cache_fraction:g} of the free memory has room for {PAGE * max(0, wanted)}",
+            hint="ask for fewer `max_new_tokens`, or use a smaller `--kv`, as `--kv q4_0`",
+        )
+    return PAGE * wanted, most
+
+
+def _positions(request: Request) -> int:
+    return len(request.ids) + request.max_new_tokens
 
 
 def _page_bytes(model: Model, form: str | None) -> int:
@@ -207,32 +228,32 @@ def _page_bytes(model: Model, form: str | None) -> int:
     return config.num_layers * config.num_kv_heads * PAGE * row
 
 
-def _draft_bytes(generator: Generator, requests: list[Request], memory: str) -> list[int]:
+def _draft_bytes(generator: Generator, lines: list[Line], memory: str) -> list[int]:
     """Of the draft model's cache of each request, the largest first; none where it lies in another memory."""
     draft = generator.draft
     if not isinstance(draft, ModelDraft) or draft.model.device.type != memory:
         return []
     page = _page_bytes(draft.model, None)
-    return sorted((page * -(-(len(one.ids) + one.max_new_tokens) // PAGE) for one in requests), reverse=True)
+    return sorted((page * -(-_positions(line.request) // PAGE) for line in lines), reverse=True)
 
 
-def _requests(setup: Setup) -> list[tuple[Any, Request]]:
+def _lines(setup: Setup) -> list[Line]:
     """Raises RequestError, UsageError and CheckpointError with the number of the line in front."""
     file = setup.settings.prompts_file
     assert file is not None
-    requests = []
+    lines = []
     for number, text in enumerate(read_text(file, "--prompts-file").split("\n"), 1):
         if text.strip():
             try:
-                requests.append(_request(setup, number, text))
+                lines.append(_line(setup, number, text))
             except QuantkitError as error:
                 raise type(error)(f"line {number} of `{file}`: {error.message}", hint=error.hint) from error
-    if not requests:
+    if not lines:
         raise RequestError(f"`{file}` has no requests", hint='each line is an object: {"prompt": "Once upon a time"}')
-    return requests
+    return lines
 
 
-def _request(setup: Setup, number: int, text: str) -> tuple[Any, Request]:
+def _line(setup: Setup, number: int, text: str) -> Line:
     line = _object(text)
     unknown = sorted(line.keys() - {"id", *PROMPTS, *FIELDS})
     if unknown:
@@ -250,7 +271,7 @@ def _request(setup: Setup, number: int, text: str) -> tuple[Any, Request]:
     if "loras" in changes:
         adapters = tuple(open_weighted(adapter, ":", "lora") for adapter in settings.loras)
     own = replace(setup, settings=settings, adapters=adapters)
-    return line.get("id", number), own.request(_prompt_ids(setup, line))
+    return Line(number, line.get("id", number), own.request(_prompt_ids(setup, line)))
 
 
 def _object(text: str) -> dict[str, Any]:

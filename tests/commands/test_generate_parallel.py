@@ -72,8 +72,8 @@ def test_processes_of_one_machine_divide_its_memory(tmp_path, monkeypatch) -> No
     page = 2 * 2 * 3 * 16 * 4 * 256  # keys and values, layers, heads of this process, numbers, bytes, positions
     monkeypatch.setattr(generate_queue, "free_bytes", lambda device: 12 * page)
     setup = Setup.open(GenerateSettings(str(tiny.write_model(tmp_path / "model", **SHAPE)), cache_fraction=0.5))
-    requests = [Request(ids=[5] * 300, max_new_tokens=10, seed=number) for number in range(4)]
-    assert generate_queue._fit(setup, setup.load(), requests)[0] == 3 * 256
+    lines = [generate_queue.Line(number, None, Request([5] * 300, 10, seed=number)) for number in range(4)]
+    assert generate_queue._fit(setup, setup.load(), lines)[0] == 3 * 256
 
 
 @pytest.mark.parametrize(

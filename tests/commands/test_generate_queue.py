@@ -10,6 +10,7 @@ from quantkit import cli
 from quantkit.commands import generate, generate_queue
 from quantkit.errors import CheckpointError, RequestError, UsageError
 from quantkit.progress import Silent
+from quantkit.runtime.capacity import CachePlan
 from quantkit.settings import GenerateSettings
 
 LINES = [
@@ -91,10 +92,26 @@ def test_the_cache_is_sized_from_the_requests_and_the_free_memory(folder, tmp_pa
     monkeypatch.setattr(generate_queue, "free_bytes", lambda device: 10 * page)
     report = serve(folder, file, cache_fraction=0.5)
     assert report.cache.cache_bytes == 5 * page and len(report.answers) == 4
-    with pytest.raises(RequestError, match="the cache has 256"):
+    with pytest.raises(RequestError, match=r"line 1 of .* need 512 positions of cache, 0\.1 .* has room for 256"):
         serve(folder, file, cache_fraction=0.1)
     with pytest.raises(UsageError, match=r"`--cache-fraction` is 1\.5"):
         serve(folder, file, cache_fraction=1.5)
+
+
+def test_a_line_beyond_the_free_memory_is_named_before_any_of_it_is_taken(folder, tmp_path, monkeypatch):
+    """The default fraction of what the machine has: the pool would be most of its memory."""
+
+    def refuse(*args, **options):
+        raise AssertionError("a pool was made")
+
+    monkeypatch.setattr(CachePlan, "pool", refuse)
+    lines = [{"prompt": "a"}, {"prompt": "a", "id": "long", "max_new_tokens": 10**12}]
+    with pytest.raises(RequestError, match="line 2 of .*: 1 prompt tokens and 1000000000000 new ones") as caught:
+        serve(folder, write_lines(tmp_path / "f.jsonl", lines), allow_beyond_context=True)
+    assert "max_new_tokens" in caught.value.hint
+    monkeypatch.setattr(generate_queue, "free_bytes", lambda device: 0)
+    with pytest.raises(RequestError, match="line 1 of .* has room for 0"):
+        serve(folder, write_lines(tmp_path / "f.jsonl", lines[:1]))
 
 
 def test_the_caches_of_a_draft_model_are_taken_off_the_free_memory(folder, tmp_path, monkeypatch):
