@@ -9,16 +9,18 @@ same either way; a drawn one is another, of the same distribution.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quantkit.errors import RequestError
+from quantkit.errors import GateError, RequestError
 from quantkit.models.transformer import Model
 from quantkit.runtime.acceptance import Guess
 from quantkit.runtime.answer import Answer
 from quantkit.runtime.cache import KVCache
+from quantkit.runtime.finite import locate, require_finite
 from quantkit.runtime.sampler import distribution, draw
 from quantkit.runtime.tokenizer import Tokenizer
 
@@ -30,7 +32,8 @@ class Drafting(Protocol):
     """The draft of one answer."""
 
     def guess(self, answer: Answer, most: int) -> list[Guess]:
-        """Up to `most` tokens that may follow what the answer has so far."""
+        """Up to `most` tokens that may follow what the answer has so far. Raises GateError where a draft model's logits
+        are no finite numbers."""
 
 
 class Draft(Protocol):
@@ -119,6 +122,12 @@ class _ModelDrafting:
     def _next(self, logits: Tensor, answer: Answer, ids: list[int]) -> Guess:
         """Drawn as the answer draws, so that the two agree as often as they can."""
         sampling = answer.sampling_after(ids)
+        try:
+            locate(self._draft.model, torch.tensor([ids]), partial(require_finite, logits))
+        except GateError as error:
+            raise GateError(
+                f"the draft model: {error.message}", hint="use another `--draft`, or leave it out"
+            ) from error
         chances = distribution(logits, torch.tensor(ids), sampling, answer.prompt_tokens)
         if sampling.greedy:
             return Guess(int(chances.argmax()))

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from quantkit.errors import RequestError
+from quantkit.errors import GateError, RequestError
 from quantkit.runtime.acceptance import Guess
 from quantkit.runtime.drafts import ModelDraft, NgramDraft, follow, require_same_vocabulary
 from quantkit.runtime.generator import Generator
@@ -173,3 +173,16 @@ def test_a_draft_with_a_wider_or_narrower_embedding(model, tokenizer, tmp_path):
         for sampling in (Sampling(), Sampling(temperature=3.0)):
             found = Generator(model, tokenizer, draft=draft).run(Request(PROMPT, 40, sampling, seed=2))
             assert len(found.token_ids) == 40 and found.tally.guessed > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_whose_logits_are_no_numbers_is_named(temperature, tmp_path, tokenizer):
+    model = load(tiny.write_model(tmp_path / "model"))
+    folder = tiny.write_model(tmp_path / "draft")
+    tensors = tiny.make_tensors(tiny.make_config("LlamaForCausalLM"), 0, torch.float32)
+    tensors["model.layers.1.mlp.down_proj.weight"][3] = float("nan")
+    tiny.write_tensors(folder, tensors)
+    generator = Generator(model, tokenizer, draft=ModelDraft(load(folder), 3))
+    with pytest.raises(GateError, match="the draft model: .* not finite numbers: the first come from block 1") as caught:
+        generator.run(Request(PROMPT, 20, Sampling(temperature)))
+    assert "--draft" in caught.value.hint
