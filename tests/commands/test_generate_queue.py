@@ -106,11 +106,11 @@ def test_a_line_beyond_the_free_memory_is_named_before_any_of_it_is_taken(folder
 
     monkeypatch.setattr(CachePlan, "pool", refuse)
     lines = [{"prompt": "a"}, {"prompt": "a", "id": "long", "max_new_tokens": 10**12}]
-    with pytest.raises(RequestError, match="line 2 of .*: 1 prompt tokens and 1000000000000 new ones") as caught:
+    with pytest.raises(RequestError, match=r"line 2 of .*: 1 prompt tokens and 1000000000000 new ones") as caught:
         serve(folder, write_lines(tmp_path / "f.jsonl", lines), allow_beyond_context=True)
     assert "max_new_tokens" in caught.value.hint
     monkeypatch.setattr(generate_queue, "free_bytes", lambda device: 0)
-    with pytest.raises(RequestError, match="line 1 of .* has room for 0"):
+    with pytest.raises(RequestError, match=r"line 1 of .* has room for 0"):
         serve(folder, write_lines(tmp_path / "f.jsonl", lines[:1]))
 
 

@@ -183,6 +183,6 @@ def test_a_draft_whose_logits_are_no_numbers_is_named(temperature, tmp_path, tok
     tensors["model.layers.1.mlp.down_proj.weight"][3] = float("nan")
     tiny.write_tensors(folder, tensors)
     generator = Generator(model, tokenizer, draft=ModelDraft(load(folder), 3))
-    with pytest.raises(GateError, match="the draft model: .* not finite numbers: the first come from block 1") as caught:
+    with pytest.raises(GateError, match=r"the draft model: .* not finite numbers: the first come from block 1") as caught:
         generator.run(Request(PROMPT, 20, Sampling(temperature)))
     assert "--draft" in caught.value.hint
