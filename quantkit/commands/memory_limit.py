@@ -24,16 +24,19 @@ from quantkit.models.architecture import LinearSpec, by_stage
 from quantkit.progress import Progress
 from quantkit.settings import QuantizeSettings
 from quantkit.solver.gptq import SUMMED_COLUMNS
+from quantkit.solver.parts import PART_OUTPUTS
 
 SINGLE = 4
 """Bytes of a float32."""
 MIB = 1 << 20
 WORKING_BYTES = 224 * MIB
 """Compiled kernels, buffers of libraries, and what is freed but not given back: what was seen above the rest."""
-SPARING_BYTES = 96 * MIB
+SPARING_BYTES = 112 * MIB
 """The same where what is freed is given back at once."""
 SOLVED_BYTES = 14
 """Of a weight that is solved alone: as read, in order, its error, each float32; its code, and the file's bits."""
+MADE_BYTES = 6
+"""Of one that has been solved: its code, the value, and the file's bits."""
 
 
 def within_memory(
@@ -54,6 +57,7 @@ def within_memory(
         weighs=effort.weighs or measures,
         measures=measures,
         hessian_bytes=hessian_dtype.itemsize,
+        alone=settings.format == "gptq",
     )
     if subject.budget != DEFAULT:
         apart = ", linears and their Hessians one by one" if subject.budget.apart else ""
@@ -68,12 +72,19 @@ def tell_excess(limit: int | None, taken: int, progress: Progress) -> None:
 
 
 def limited(
-    subject: Subject, limit: int | None, *, weighs: bool, measures: bool = False, hessian_bytes: int = SINGLE
+    subject: Subject,
+    limit: int | None,
+    *,
+    weighs: bool,
+    measures: bool = False,
+    hessian_bytes: int = SINGLE,
+    alone: bool = False,
 ) -> Subject:
     """The subject with the roomiest budget that stays below `limit` bytes.
 
     measures       layouts are judged, each stage by a second Hessian
     hessian_bytes  of a number of a Hessian
+    alone          a linear can be solved some outputs at a time
     Raises CalibrationError, with the least change that helps, where none does.
     """
     if limit is None:
@@ -83,7 +94,11 @@ def limited(
     needs = 0
     for budget in budgets(subject):
         needs = before + peak(
-            replace(subject, budget=budget), weighs=weighs, measures=measures, hessian_bytes=hessian_bytes
+            replace(subject, budget=budget),
+            weighs=weighs,
+            measures=measures,
+            hessian_bytes=hessian_bytes,
+            alone=alone,
         )
         if needs <= limit:
             if budget != DEFAULT:
@@ -114,12 +129,15 @@ def budgets(subject: Subject) -> Iterator[Budget]:
         )
 
 
-def peak(subject: Subject, *, weighs: bool, measures: bool = False, hessian_bytes: int = SINGLE) -> int:
+def peak(
+    subject: Subject, *, weighs: bool, measures: bool = False, hessian_bytes: int = SINGLE, alone: bool = False
+) -> int:
     """What the work takes above what the process has, at its worst moment."""
     blocks = {tuple(_shapes(stages)): stages for stages in _blocks(subject)}
     moments = [_ends(subject, weighs=weighs)]
     for stages in blocks.values():
-        moments += _solving(subject, stages, hessian_bytes, 1 + measures)
+        kept = _kept(stages, weighs=weighs)
+        moments += [kept + each for each in _solving(subject, stages, hessian_bytes, 1 + measures, alone=alone)]
         if weighs:
             moments.append(_backward(subject, stages))
     return max(moments) + (SPARING_BYTES if subject.budget.apart else WORKING_BYTES)
@@ -146,8 +164,15 @@ def _size(spec: LinearSpec) -> int:
     return spec.in_features * spec.out_features
 
 
+def _kept(stages: Sequence[Sequence[LinearSpec]], *, weighs: bool) -> int:
+    """While a block is solved: what has been made of it so far, and covariances of its outputs."""
+    specs = [spec for stage in stages for spec in stage]
+    covariances = torch.bfloat16.itemsize * CHUNK_OUTPUTS * sum(spec.out_features for spec in specs)
+    return sum(map(_size, specs)) // 2 + (covariances if weighs else 0)
+
+
 def _solving(
-    subject: Subject, stages: Sequence[Sequence[LinearSpec]], hessian_bytes: int, copies: int
+    subject: Subject, stages: Sequence[Sequence[LinearSpec]], hessian_bytes: int, copies: int, *, alone: bool
 ) -> Iterator[int]:
     """Gathering the Hessians of a pass, `copies` for each stage, then factoring and solving each of its stages."""
     budget, block = subject.budget, _weights(stages, subject)
@@ -165,17 +190,20 @@ def _solving(
             rest, features = held - _hessian(stage, copies * hessian_bytes), stage[0].in_features
             square = features * features
             judge = square * hessian_bytes * (copies - 1)
-            yield block + rest + judge + 2 * square * hessian_bytes
-            yield block + rest + judge + square * SINGLE + _solved(stage, apart=budget.apart)
+            yield block + rest + judge + square * (hessian_bytes + (SINGLE if hessian_bytes > SINGLE else 0))
+            yield block + rest + judge + square * SINGLE + _solved(stage, budget.apart, alone)
             held = rest
 
 
-def _solved(stage: Sequence[LinearSpec], *, apart: bool) -> int:
+def _solved(stage: Sequence[LinearSpec], apart: bool, alone: bool) -> int:
     """Beside the factor: the weights, what is known of their outputs, and of some columns squares and errors."""
     together = (max if apart else sum)(map(_size, stage))
     outputs = (max if apart else sum)(spec.out_features for spec in stage)
-    columns = 3 * SINGLE * SUMMED_COLUMNS * stage[0].in_features
-    return (SOLVED_BYTES if apart else 5 * SINGLE) * together + 3 * SINGLE * CHUNK_OUTPUTS * outputs + columns
+    each, inputs = SOLVED_BYTES if apart else 5 * SINGLE, stage[0].in_features
+    weights = each * together
+    if apart and alone:
+        weights = max(MADE_BYTES * together, each * inputs * min(PART_OUTPUTS, outputs) + together)
+    return weights + 3 * SINGLE * CHUNK_OUTPUTS * outputs + 3 * SINGLE * SUMMED_COLUMNS * inputs
 
 
 def _hessian(stage: Sequence[LinearSpec], hessian_bytes: int) -> int:

@@ -15,21 +15,26 @@ from quantkit.calibration.stream import ActivationStream
 from quantkit.commands.block_hessians import HESSIAN_BYTES, ReadyStage, chosen_stages, ready_head, ready_stages
 from quantkit.commands.quantize_report import LinearResult
 from quantkit.errors import FormatError, GateError
-from quantkit.formats.codec import Codec, StoredTensor
+from quantkit.formats.codec import Codec, Codes, StoredTensor
 from quantkit.models.linear import Linear
 from quantkit.models.transformer import Block, Head, Rotary
 from quantkit.solver.gptq import solve_together
 from quantkit.solver.inverse import DAMPING
 from quantkit.solver.outputs import Chunk, factor_outputs
+from quantkit.solver.parts import solve_in_parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SolvedLinear:
-    """What goes to the disk, the float32 weight `[in, out]` that it must decode to, and what the report says of it."""
+    """What goes to the disk, the codes that it was made of, and what the report says of it."""
 
     stored: StoredTensor
-    weight: Tensor
+    codes: Codes
     result: LinearResult
+
+    def weight(self) -> Tensor:
+        """What it must decode to, float32 `[in, out]`: made anew at each call, as it takes several times the codes."""
+        return self.codes.dequantize()
 
 
 def solve_block(
@@ -49,7 +54,8 @@ def solve_block(
     sensitivity  of the first rows of the text in `stream`: what tokens matter. Without it, as well as for experts that
                  none of its tokens reached, Hessians are mixed with token-normalised ones.
     route_all    see `ready_stages`; so are the dtype of the Hessians and their bytes
-    apart        linears that read one input are solved one by one: the same, in less memory and more time
+    apart        linears that read one input are solved one by one, where the codec allows it some outputs at a time:
+                 the same, in less memory and more time
 
     Raises CalibrationError for inputs that are not finite, FormatError for weights that the codec cannot hold.
     """
@@ -72,7 +78,7 @@ def solve_block(
     known = {} if sensitivity is None else sensitivity.covariances
     for ready in stages:
         for names in [(name,) for name in ready.names] if apart else [ready.names]:
-            yield from solve_stage(block.linears, replace(ready, names=names), codecs, known)
+            yield from solve_stage(block.linears, replace(ready, names=names), codecs, known, apart=apart)
             if apart:
                 heap.give_back()
         del ready  # its factor, while the next one is made
@@ -107,10 +113,13 @@ def solve_stage(
     ready: ReadyStage,
     codecs: Mapping[str, Codec],
     covariances: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
+    *,
+    apart: bool = False,
 ) -> Iterator[SolvedLinear]:
     """Solve linears that read one input, those of equal codecs side by side.
 
     covariances  of the gradients at their outputs, where they are known; see `Sensitivity`
+    apart        a linear that is alone here is solved some outputs at a time, where its codec allows that
     """
     found = ready.factor
     fallback = (found and found.fallback) or ready.fallback
@@ -119,9 +128,12 @@ def solve_stage(
         alike.setdefault(codecs[name], []).append(name)
     for codec, names in alike.items():
         with naming("`, `".join(names)):
-            # Weights without a name here: they are in memory no longer than they are solved.
             outputs = _outputs(names, covariances)
-            solutions = solve_together([linears[name].weight() for name in names], found, codec, outputs)
+            if apart and len(names) == 1 and found is not None and codec.columns_alone:
+                linear = linears[names[0]]
+                solutions = [solve_in_parts(linear.columns, linear.out_features, found, codec, outputs and outputs[0])]
+            else:  # weights without a name here: they are in memory no longer than they are solved
+                solutions = solve_together([linears[name].weight() for name in names], found, codec, outputs)
         for name, solution in zip(names, solutions, strict=True):
             with naming(name):
                 stored = codec.encode(solution.codes, linears[name].stored.bias)
@@ -139,7 +151,7 @@ def solve_stage(
                 dead_inputs=0 if found is None else found.dead_inputs,
                 fallback=fallback,
             )
-            yield SolvedLinear(stored, solution.codes.dequantize(), result)
+            yield SolvedLinear(stored, solution.codes, result)
 
 
 def _outputs(

@@ -145,8 +145,8 @@ class _Found:
         Raises GateError where what was encoded is not what was solved.
         """
         name, stored = solved.result.name, solved.stored
-        weight, digest = stored.dequantize(), digest_of_values(solved.weight)
-        if digest_of_values(weight) != digest:
+        digest = digest_of_values(solved.weight())
+        if digest_of_values(stored.dequantize()) != digest:
             raise GateError(
                 f"`{name}` does not decode to the weight that was solved",
                 hint="the memory of this machine may be faulty; run the command again",

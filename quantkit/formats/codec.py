@@ -176,6 +176,11 @@ class Codec(Protocol):
     def act_order(self) -> bool:
         """Whether a group may hold scattered rows: the solver then forms groups in the order it rounds rows."""
 
+    @property
+    def columns_alone(self) -> bool:
+        """Whether the grid of an output has nothing to do with other outputs, so that some can be solved by
+        themselves."""
+
     def whole_groups(self, in_features: int) -> Tensor | None:
         """int64 [in]: the group of each row, where groups are to be solved whole, one after another, so that a grid can
         be fitted when its group is reached. None where rows may be rounded in any order."""

@@ -215,6 +215,10 @@ class Exl2Codec:
     def act_order(self) -> bool:
         return True
 
+    @property
+    def columns_alone(self) -> bool:
+        return False  # a group has one multiplier for all of them
+
     def whole_groups(self, in_features: int) -> Tensor | None:
         return None
 

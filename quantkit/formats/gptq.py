@@ -194,6 +194,10 @@ class GptqCodec:
     def refusal(self, in_features: int, out_features: int) -> str | None:
         return _refusal(in_features, out_features)
 
+    @property
+    def columns_alone(self) -> bool:
+        return True
+
     def whole_groups(self, in_features: int) -> Tensor | None:
         if not self.group_aware or self.act_order or not 0 < self.group_size < in_features:
             return None

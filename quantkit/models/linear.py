@@ -44,6 +44,10 @@ class Linear:
         """float32 `[in, out]`, in memory of its own: the weight as stored, not as rounded to `dtype`."""
         return self.stored.dequantize().to(torch.float32).contiguous()
 
+    def columns(self, outputs: slice) -> Tensor:
+        """float32 `[in, n]`: the weight of some outputs."""
+        return self.stored.dequantize()[:, outputs].to(torch.float32).contiguous()
+
     def replace(self, stored: StoredTensor) -> None:
         """Use another form of this weight from now on."""
         self.stored = stored

@@ -18,7 +18,7 @@ from quantkit.solver.inverse import Factor
 from quantkit.solver.outputs import Chunk, waves
 
 BLOCK_ROWS = 128
-SUMMED_COLUMNS = 512
+SUMMED_COLUMNS = 256
 """Columns whose squares are in memory at once."""
 
 
@@ -26,14 +26,20 @@ SUMMED_COLUMNS = 512
 class Solution:
     """A solved weight.
 
-    codes   what the codec encodes
-    error   tr((W - Q)ᵀ H (W - Q)) / tr(Wᵀ H W) with the Hessian before damping; without one, H is the identity
-    losses  float64 [out]: the diagonal of (W - Q)ᵀ H (W - Q), what each output loses
+    codes     what the codec encodes
+    losses    float64 [out]: the diagonal of (W - Q)ᵀ H (W - Q), what each output loses
+    energies  float64 [out]: the diagonal of Wᵀ H W
     """
 
     codes: Codes
-    error: float
     losses: Tensor
+    energies: Tensor
+
+    @property
+    def error(self) -> float:
+        """tr((W - Q)ᵀ H (W - Q)) / tr(Wᵀ H W) with the Hessian before damping; without one, H is the identity."""
+        energy = self.energies.sum()
+        return float(self.losses.sum() / energy) if float(energy) > 0 else 0.0
 
 
 def solve(weight: Tensor, factor: Factor | None, codec: Codec) -> Solution:
@@ -78,8 +84,8 @@ def solve_together(
     return [
         Solution(
             Codes(q[:, columns].contiguous(), tuple(own), layout, order),
-            _ratio(losses[columns].sum(), energy.sum()),
             losses[columns],
+            energy,
         )
         for columns, own, energy in zip(rounding.columns, zip(*grids, strict=True), known, strict=True)
     ]
@@ -215,7 +221,7 @@ def _round_to_nearest(weight: Tensor, codec: Codec) -> Solution:
     q = torch.cat([grid.quantize(rows) for grid, (_, rows) in zip(grids, groups, strict=True)])
     codes = Codes(q, grids, layout, torch.arange(len(weight)))
     losses = _column_squares(weight - codes.dequantize())
-    return Solution(codes, _ratio(losses.sum(), _column_squares(weight).sum()), losses)
+    return Solution(codes, losses, _column_squares(weight))
 
 
 def _column_squares(matrix: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -225,7 +231,3 @@ def _column_squares(matrix: Tensor, weights: Tensor | None = None) -> Tensor:
         squares = part.square()
         found.append((squares if weights is None else squares.mul_(weights)).sum(0).double())
     return torch.cat(found)
-
-
-def _ratio(lost: Tensor, energy: Tensor) -> float:
-    return float(lost / energy) if float(energy) > 0 else 0.0

@@ -16,6 +16,8 @@ from quantkit.errors import CalibrationError
 DAMPING = 0.01
 DAMPING_STEPS = (1, 3, 10, 30, 100)  # factors tried one after another when the factorisation fails
 BLOCK_COLUMNS = 64
+MOVED = 256
+"""Rows or columns that are copied at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,8 +83,10 @@ def factor(
     multiples of DAMPING_STEPS, and after the last of them the factor has a `fallback`. With `last` nobody needs the
     Hessian any more: its memory is given up before that of the factor is taken. Raises CalibrationError, with the
     `name` of the linear, for NaN or infinity.
+
+    All of it is done in the memory of one matrix.
     """
-    diagonal = hessian.diagonal().double()
+    diagonal = hessian.diagonal().clone()
     if not all(bool(torch.isfinite(end)) for end in torch.aminmax(hessian)):
         raise CalibrationError(
             f"the Hessian of `{name}` holds NaN or infinity", hint="use `--dtype fp32` and other calibration text"
@@ -91,20 +95,22 @@ def factor(
     live = diagonal > 0
     dead_inputs = int((~live).sum())
     if dead_inputs == len(diagonal):
-        return _diagonal(hessian, order, damping, "calibration moved none of its inputs")
-    mean = float(diagonal[live].mean())
+        return _diagonal(diagonal, order, damping, "calibration moved none of its inputs")
+    mean = float(diagonal[live].double().mean())
+    flipped = hessian.view_as(hessian).detach() if last else hessian.clone()
+    if last:
+        hessian.set_()  # one name for the memory is left; `resize_` would not give it up
+    _permute(flipped, order.flip(0))
+    squares = _squares(flipped)
     for step in DAMPING_STEPS:
         ridge = damping * step * mean
-        backwards = order.flip(0)
-        flipped = hessian[backwards[:, None], backwards]
         flipped.diagonal().add_(ridge)
         if cholesky(flipped):
-            if last:
-                hessian.set_()  # `resize_` would keep the memory
-            lower, pivots = _unit_lower(flipped)
-            return Factor(order, lower.float(), pivots.float(), ridge, damping * step, dead_inputs)
+            pivots = _unit_lower(flipped)
+            return Factor(order, flipped.float(), pivots.float(), ridge, damping * step, dead_inputs)
+        _restore(flipped, squares)
     most = damping * DAMPING_STEPS[-1]
-    return _diagonal(hessian, order, damping, f"its Hessian stays singular up to damping {most:g}")
+    return _diagonal(diagonal, order, damping, f"its Hessian stays singular up to damping {most:g}")
 
 
 def cholesky(matrix: Tensor) -> bool:
@@ -129,20 +135,56 @@ def cholesky(matrix: Tensor) -> bool:
     return True
 
 
-def _unit_lower(flipped: Tensor) -> tuple[Tensor, Tensor]:
-    """Cholesky factor L of the flipped matrix → B [in, in], D [in]; the memory of L is used again for B.
+def _permute(matrix: Tensor, order: Tensor) -> None:
+    """Rows and columns of a square matrix into this order, in place."""
+    for start in range(0, len(matrix), MOVED):
+        part = slice(start, start + MOVED)
+        matrix[:, part] = matrix[order, part]
+    for start in range(0, len(matrix), MOVED):
+        part = slice(start, start + MOVED)
+        matrix[part] = matrix[part][:, order]
+
+
+def _transpose(matrix: Tensor) -> None:
+    """A square matrix, in place."""
+    for start in range(0, len(matrix), MOVED):
+        part, rest = slice(start, start + MOVED), slice(start + MOVED, None)
+        matrix[part, part] = matrix[part, part].T.clone()
+        across = matrix[part, rest].T.clone()
+        matrix[part, rest] = matrix[rest, part].T
+        matrix[rest, part] = across
+
+
+def _squares(matrix: Tensor) -> list[Tensor]:
+    """A copy of what stands on the diagonal, as `cholesky` cuts it."""
+    ends = (slice(start, start + BLOCK_COLUMNS) for start in range(0, len(matrix), BLOCK_COLUMNS))
+    return [matrix[part, part].clone() for part in ends]
+
+
+def _restore(matrix: Tensor, squares: list[Tensor]) -> None:
+    """What `cholesky` has overwritten of a symmetric matrix: all but what stands above those squares."""
+    for number, square in enumerate(squares):
+        start = number * BLOCK_COLUMNS
+        end = start + len(square)
+        matrix[start:end, start:end] = square
+        matrix[end:, start:end] = matrix[start:end, end:].T
+
+
+def _unit_lower(flipped: Tensor) -> Tensor:
+    """Cholesky factor L of the flipped matrix → B, in its place, and D [in].
 
     Flipped back, L is the upper U with H = U Uᵀ. Its columns divided by the roots of D = diag(U)² are Bᵀ.
     """
-    upper = flipped.tril_().flip((0, 1))
-    roots = upper.diagonal().clone()
-    lower = torch.div(upper.T, roots[:, None], out=flipped)
-    return lower, roots.square()
+    _permute(flipped.tril_(), torch.arange(len(flipped) - 1, -1, -1))
+    _transpose(flipped)
+    roots = flipped.diagonal().clone()
+    flipped.div_(roots[:, None])
+    return roots.square()
 
 
-def _diagonal(hessian: Tensor, order: Tensor, damping: float, reason: str) -> Factor:
+def _diagonal(diagonal: Tensor, order: Tensor, damping: float, reason: str) -> Factor:
     """No feedback: each row is rounded to nearest, and its error counts as its own diagonal says."""
-    diagonal = hessian.diagonal().clamp(min=0)
+    diagonal = diagonal.clamp(min=0)
     ridge = damping * float(diagonal.mean()) if bool(diagonal.any()) else 1.0
-    lower = torch.eye(len(order), dtype=torch.float32, device=hessian.device)
+    lower = torch.eye(len(order), dtype=torch.float32, device=diagonal.device)
     return Factor(order, lower, diagonal[order].float() + ridge, ridge, damping, int((diagonal == 0).sum()), reason)

@@ -67,7 +67,7 @@ def test_nothing_of_a_stage_outlives_it(tmp_path: Path, least: None, monkeypatch
     observed = block_hessians._observe
     monkeypatch.setattr(block_hessians, "_observe", observe)
     monkeypatch.setattr(block_hessians, "factor", noted(block_hessians.factor))
-    monkeypatch.setattr(quantize_block, "solve_together", noted(quantize_block.solve_together))
+    monkeypatch.setattr(quantize_block, "solve_in_parts", noted(quantize_block.solve_in_parts))
     settings = QuantizeSettings(str(model), tmp_path / "out", group_size=32, evaluate=False, max_memory=1 << 40, **TEXT)
     run(settings, Silent())
     assert seen == [0, 4, 6, 9, 11, 15, 17, 20]
