@@ -1,12 +1,13 @@
 """`quantkit recommend`: which rate and which cache of a model fit a memory, from its config.json alone."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quantkit import memory
 from quantkit.commands.blueprint import Blueprint, open_blueprint
-from quantkit.commands.recommend_report import Budget, Fit, RecommendReport
+from quantkit.commands.recommend_report import RESIDENT_TOKENS, Budget, Fit, RecommendReport
 from quantkit.errors import PlanError, UsageError
 from quantkit.measurement import Measurement
 from quantkit.memory import KV_FORMATS, KvFormat, Rate, Weights
@@ -17,16 +18,16 @@ from quantkit.settings import RecommendSettings
 HEAD_BITS = 6
 RATES = (
     *(Rate("exl2", bits, head_bits=HEAD_BITS) for bits in (2.5, 3.0, 3.5, 4.0)),
-    Rate("gptq", 4, 128),
+    Rate("gptq", 4),
     *(Rate("exl2", bits, head_bits=HEAD_BITS) for bits in (4.5, 5.0, 6.0)),
-    Rate("gptq", 8, 128),
+    Rate("gptq", 8),
     Rate("dense", 16),
 )
 """From the smallest to the most faithful."""
+GROUP_SIZES = (128, 64, 32)
+"""Of GPTQ: the first one that divides the inputs of all linears is named, so that no group is short."""
 GOOD_ENOUGH = 4.0
 """Bits from which a more faithful cache is preferred to more bits for the weights."""
-RESIDENT_TOKENS = 4096 + memory.PAGE_TOKENS
-"""What stays on the device of a cache whose older pages are in host memory: the newest positions and the first page."""
 USUAL_CONTEXT = 32768
 LEAST_CONTEXT = 1024
 
@@ -41,7 +42,9 @@ def run(settings: RecommendSettings, progress: Progress) -> RecommendReport:
     blueprint = open_blueprint(settings.model)
     budget, context = _budget(settings), _context(settings, blueprint)
     kvs = _kvs(settings)
-    rates = [(rate, _weights(rate, blueprint, budget)) for rate in RATES]
+    group_size = _group_size(blueprint)
+    sized = [replace(rate, group_size=group_size) for rate in RATES]
+    rates = [(rate, _weights(rate, blueprint, budget)) for rate in sized]
     rates.sort(key=lambda pair: pair[1].bits_per_weight)
 
     def fit(rate: Rate, weights: Weights, kv: KvFormat, tokens: int) -> Fit:
@@ -114,6 +117,13 @@ def _choose(caches: Sequence[Fit]) -> Fit | None:
 
 def _weights(rate: Rate, blueprint: Blueprint, budget: Budget) -> Weights:
     return memory.weights_at(rate, blueprint.config, blueprint.architecture, budget.number_bytes)
+
+
+def _group_size(blueprint: Blueprint) -> int:
+    """The largest that divides the inputs of all linears; the usual one where none does."""
+    linears = [spec for spec in blueprint.architecture.linears(blueprint.config) if spec.quantizable]
+    dividing = (size for size in GROUP_SIZES if all(spec.in_features % size == 0 for spec in linears))
+    return next(dividing, GROUP_SIZES[0])
 
 
 def _budget(settings: RecommendSettings) -> Budget:

@@ -9,6 +9,8 @@ from quantkit.formats.exl2_config import DENSE_HEAD_BITS
 from quantkit.memory import KvFormat, Need, Rate, Weights
 
 GIB = 2**30
+RESIDENT_TOKENS = 4096 + memory.PAGE_TOKENS
+"""What stays on the device of a cache whose older pages are in host memory: the newest positions and the first page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class RecommendReport:
         ]
         if fit.rate.name in self.expected_kl:
             rows.append(["expected KL", f"{self.expected_kl[fit.rate.name]:.4f}"])
-        return [*rows, ["made by", self.command()]]
+        return [*rows, ["made by", self.command()], ["run by", self.run_command()]]
 
     def command(self) -> str:
         """What makes the recommended model."""
@@ -146,6 +148,13 @@ class RecommendReport:
         if rate.format == "gptq":
             return f"quantkit quantize {path} -o OUT --bits {rate.bits:g} --group-size {rate.group_size}"
         return f"quantkit quantize {path} -o OUT --format exl2 --bpw {rate.bits:g} --head-bits {rate.head_bits}"
+
+    def run_command(self) -> str:
+        """What runs it with the cache that the figures are of."""
+        fit = self.chosen or self.least
+        path = self.blueprint.path if self.blueprint.path.is_dir() else "MODEL"
+        words = f"quantkit generate {path if fit.rate.format == 'dense' else 'OUT'} --chat Hello --kv {fit.kv.name}"
+        return words + (f" --kv-resident {RESIDENT_TOKENS}" if fit.streamed else "")
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -159,6 +168,7 @@ class RecommendReport:
             "batch": self.batch,
             "recommended": None if self.chosen is None else self.chosen.as_json(),
             "command": self.command() if self.chosen else None,
+            "run_command": self.run_command() if self.chosen else None,
             "least": self.least.as_json(),
             "longest_context": self.longest,
             "kv": self.kv.name,

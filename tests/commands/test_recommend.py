@@ -47,6 +47,18 @@ def test_enough_bits_come_before_a_faithful_cache_and_then_it_counts() -> None:
     assert [(fit.kv.name, fit.rate.name) for fit in report.caches][:2] == [("fp16", "exl2 3.5"), ("int8", "exl2 5")]
     assert (report.chosen.kv.name, report.chosen.rate.name) == ("int8", "exl2 5")
     assert report.command().endswith("--format exl2 --bpw 5 --head-bits 6")
+    assert report.run_command() == "quantkit generate OUT --chat Hello --kv int8"
+    assert ["run by", report.run_command()] in report.rows() and report.as_json()["run_command"] == report.run_command()
+
+
+def test_the_group_size_is_one_that_the_model_consists_of() -> None:
+    """Inputs of SmolLM2 are 576 wide, which 128 does not divide: `quantize` would find short groups."""
+    report = recommended("smollm2-135m", vram=24 * GIB)
+    assert {fits[0].rate.name for fits in report.grid if fits[0].rate.format == "gptq"} == {"gptq 4/64", "gptq 8/64"}
+    (four,) = (fits[0].weights for fits in report.grid if fits[0].rate.name == "gptq 4/64")
+    assert four.bits_per_weight < 4.5
+    usual = recommended("qwen3-8b", vram=24 * GIB)
+    assert {fits[0].rate.group_size for fits in usual.grid} == {128}
 
 
 def test_a_cache_that_is_asked_for_is_taken() -> None:
@@ -69,6 +81,7 @@ def test_host_memory_takes_the_older_cache() -> None:
     assert alone.chosen is None
     report = recommended("llama-3.1-8b", vram=12 * GIB, ram=64 * GIB, context=131072, kv="fp16")
     assert report.chosen is not None and report.chosen.streamed
+    assert report.run_command().endswith("--kv fp16 --kv-resident 4352")
     assert 0 <= report.chosen.margin < 12 * GIB - report.chosen.need.weights
     little = recommended("llama-3.1-8b", vram=12 * GIB, ram=8 * GIB, context=131072, kv="fp16")
     assert little.chosen is None
