@@ -42,7 +42,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class InspectReport:
-    """`linears` sums up what bits per weight are usually quoted of: the linears of the blocks."""
+    """`linears` sums up what bits per weight are usually quoted of: the linears of the blocks. `size_bytes` is that of
+    the weight files, as `quantize` and `convert` have it; parts are data alone, without the headers of files."""
 
     path: Path
     family: str
@@ -51,15 +52,12 @@ class InspectReport:
     method: str
     settings: str
     files: int
+    size_bytes: int
     parts: tuple[Part, ...]
     linears: Part
     tokenizer: TokenizerFacts | None
     notes: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(part.size_bytes for part in self.parts)
 
     def rows(self) -> list[list[str]]:
         config = self.config
@@ -72,8 +70,8 @@ class InspectReport:
         if self.files:
             rows += [
                 ["bits per weight, linears", f"{self.linears.bits_per_weight or 0:.4f}"],
-                ["bits per parameter, all", f"{8 * self.size_bytes / self.parameters:.4f}"],
-                ["size", f"{self.size_bytes / 2**20:,.1f} MiB in {self.files} file{'' if self.files == 1 else 's'}"],
+                ["bits per weight, whole model", f"{8 * self.size_bytes / self.parameters:.4f}"],
+                ["size", f"{self.size_bytes / 2**20:,.1f} MiB in {self.files} weight file{'s' * (self.files != 1)}"],
             ]
         mlp = f", MLP {config.intermediate_size}" if config.intermediate_size else ""
         rows += [["layers", f"{config.num_layers} × {config.hidden_size}{mlp}"], ["heads", heads]]
@@ -157,6 +155,7 @@ def run(settings: InspectSettings, progress: Progress) -> InspectReport:
     shapes = checkpoint.architecture.tensors(config).values()
     parts = _parts(checkpoint, inventory)
     linears = [part for part in parts if part.name in LINEARS]
+    files = {header.path for header in checkpoint.homes.values()}
     return InspectReport(
         path=checkpoint.path,
         family=inventory.family,
@@ -164,7 +163,8 @@ def run(settings: InspectSettings, progress: Progress) -> InspectReport:
         parameters=sum(map(prod, shapes)),
         method=inventory.method or "unquantized",
         settings=_said(inventory),
-        files=len({header.path for header in checkpoint.homes.values()}),
+        files=len(files),
+        size_bytes=sum(file.stat().st_size for file in files),
         parts=tuple(parts),
         linears=Part("linears", sum(part.weights for part in linears), sum(part.size_bytes for part in linears), ""),
         tokenizer=facts,
@@ -192,6 +192,7 @@ def _without_weights(blueprint: Blueprint) -> InspectReport:
         method="no weights here",
         settings="",
         files=0,
+        size_bytes=0,
         parts=parts,
         linears=Part("linears", sum(part.weights for part in parts if part.name in LINEARS), 0, ""),
         tokenizer=facts,

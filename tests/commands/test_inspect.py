@@ -28,7 +28,8 @@ def test_every_tensor_is_in_one_part(family: str, tmp_path: Path) -> None:
     report = inspected(model)
     checkpoint = open_checkpoint(model)
     assert report.family == family and report.method == "unquantized"
-    assert report.size_bytes == checkpoint.stored_bytes == 4 * report.parameters
+    assert sum(part.size_bytes for part in report.parts) == checkpoint.stored_bytes == 4 * report.parameters
+    assert report.size_bytes == sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
     names = {part.name for part in report.parts}
     assert {"embedding", "attention", "norms", "head"} <= names and "other" not in names
     assert ("routers" in names) == ("experts" in names) == (family == "MixtralForCausalLM" or "Moe" in family)
@@ -45,6 +46,7 @@ def test_bits_per_weight_are_those_of_quantize(tmp_path: Path) -> None:
     written = run_quantize(QuantizeSettings(str(source), tmp_path / "out", **settings), Silent())
     report = inspected(tmp_path / "out")
     assert report.linears.bits_per_weight == pytest.approx(written.plan.bits_per_weight)
+    assert report.size_bytes == written.size_bytes
     assert report.method == "gptq" and report.settings == "4 bits, group size 32, sym, gptq"
     by_name = {part.name: part for part in report.parts}
     assert by_name["experts"].stored_as == "gptq 4 bits/32"
