@@ -122,6 +122,15 @@ def ready_stages(
             yield ReadyStage(own, found, seen.tokens, reason, routed)
 
 
+def count_passes(
+    block: Block, names: Container[str], dtype: torch.dtype, hessian_bytes: int, *, judged: bool = False
+) -> int:
+    """How often `ready_stages` runs the text through the block, experts with few tokens aside."""
+    stages = chosen_stages(block, names)
+    gathered = {stage.name for stage in stages}
+    return len(list(_passes(stages, gathered, block.linears, dtype, hessian_bytes, copies=1 + judged)))
+
+
 def chosen_stages(block: Block, names: Container[str]) -> list[Stage]:
     """The stages of a block without the linears that stay dense."""
     kept = (Stage(stage.name, tuple(name for name in stage.linears if name in names)) for stage in block.stages())

@@ -62,6 +62,7 @@ class MeasureOutlook:
             "linears": len(self.planned.linears),
             "candidates": self.candidates,
             "seconds": self.rehearsal.seconds,
+            "cpu_seconds": self.rehearsal.cpu_seconds,
             "backward_seconds": self.rehearsal.backward_seconds,
             "peak_memory_bytes": self.rehearsal.peak_memory_bytes,
             "memory_bytes": self.memory_bytes,
@@ -84,7 +85,7 @@ def foresee(settings: MeasureSettings, progress: Progress) -> MeasureOutlook:
     require_space(needs, place, job_place(settings.job, place, checkpoint.path))
     require_finite(checkpoint, progress)
     most = max((len(linear.candidates) for linear in planned.linears), default=0)
-    rehearsal = rehearse(job, weighs=True, solves=most, walks=1)
+    rehearsal = rehearse(job, progress, weighs=True, solves=most, walks=1)
     memory = machine_memory()
     require_memory(rehearsal, memory)
     return MeasureOutlook(settings.out, planned, needs, rehearsal, memory)

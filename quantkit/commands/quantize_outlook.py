@@ -71,6 +71,7 @@ class Outlook:
             "plan_is_guess": self.foretold,
             "remarks": self.plan.remarks(),
             "seconds": self.rehearsal.seconds,
+            "cpu_seconds": self.rehearsal.cpu_seconds,
             "backward_seconds": self.rehearsal.backward_seconds,
             "peak_memory_bytes": self.rehearsal.peak_memory_bytes,
             "memory_bytes": self.memory_bytes,
@@ -108,7 +109,7 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
     require_space(needs, out, job_place(settings.job, out, checkpoint.path))
     require_finite(checkpoint, progress)
     candidates = max((len(linear.candidates) for linear in expected.linears), default=0) if expected else 0
-    rehearsal = rehearse(job, weighs=weighs, solves=1 + candidates)
+    rehearsal = rehearse(job, progress, weighs=weighs, solves=1 + candidates)
     memory = machine_memory()
     require_memory(rehearsal, memory)
     return Outlook(

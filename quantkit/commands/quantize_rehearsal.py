@@ -1,13 +1,14 @@
 """A rehearsal of a quantization: its largest block with a few rows of the text, timed, and the memory that this took.
 
 Memory does not depend on the number of blocks or rows, so that the peak of a rehearsal is the peak of the work. Time is
-counted up from its parts: each block is read, seen by the text twice, factored and solved.
+counted up from its parts: each block is read, seen by the text twice or more often, factored and solved. What is done
+at a first call only is not counted: short parts are done twice.
 """
 
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -17,20 +18,26 @@ from torch import Tensor
 
 from quantkit.calibration import sensitivity
 from quantkit.calibration.hessian import Hessian
+from quantkit.calibration.sensitivity import Sensitivity, chunk_sizes
 from quantkit.calibration.stream import ActivationStream
-from quantkit.commands.quantize_block import round_block, solve_block, solve_head
+from quantkit.checkpoint.receipt import digest_of, digest_of_values
+from quantkit.commands.block_hessians import count_passes
+from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
 from quantkit.commands.quantize_job import QuantizeJob, Subject
 from quantkit.models.architecture import block_of
 from quantkit.models.fan import Activations
-from quantkit.models.transformer import Rotary, load_block, load_embedding, load_head
-from quantkit.progress import Silent
+from quantkit.models.transformer import Block, Rotary, load_block, load_embedding, load_head
+from quantkit.progress import Progress, Silent, Task
+
+SHORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """What the whole will take, without the comparison with the original at its end.
 
-    seconds            of gradients, measuring and quantizing together
+    seconds            of gradients, measuring, quantizing, writing and checking together
+    cpu_seconds        the same of the processor
     block_seconds      of one block, counted as if all were as large as the largest
     backward_seconds   of the gradients
     peak_memory_bytes  of the process
@@ -38,6 +45,7 @@ class Rehearsal:
     """
 
     seconds: float
+    cpu_seconds: float
     block_seconds: float
     backward_seconds: float
     peak_memory_bytes: int
@@ -45,23 +53,38 @@ class Rehearsal:
 
 
 @torch.inference_mode()
-def rehearse(job: QuantizeJob, *, weighs: bool, solves: int = 1, walks: int | None = None) -> Rehearsal:
+def rehearse(
+    job: QuantizeJob, progress: Progress, *, weighs: bool, solves: int = 1, walks: int | None = None
+) -> Rehearsal:
     """Rehearse a job.
 
     weighs  gradients are needed
     solves  how often each linear is solved: once, or for each candidate of a measurement and once more
     walks   how often the text goes through the blocks, by default once, and once more where there is a measurement
     """
+    with progress.task("rehearse a block", total=4 + (job.plan.head is not None) + weighs) as task:
+        spent, each, tokens = _walk(job, task, weighs, solves, walks)
+        backward = _backward(job.subject, each[1]) if weighs and tokens else torch.zeros(2)
+        peak = peak_memory() + _states_in_memory(job.subject, weighs)
+        seconds, cpu_seconds = (spent + backward).tolist()
+    return Rehearsal(seconds, cpu_seconds, float(each[0, 0]), float(backward[0]), peak, tokens)
+
+
+def _walk(
+    job: QuantizeJob, task: Task, weighs: bool, solves: int, walks: int | None
+) -> tuple[Tensor, Tensor, int]:
+    """Spent by all but the gradients; by one block and by reading it, `[2, 2]`; with how many tokens this was found."""
     subject = job.subject
     config, device, dtype = subject.config, subject.placement.device, subject.placement.dtype
     place = subject.checkpoint, config, subject.architecture
     with _Watch() as loading:
         block = load_block(*place, _largest_block(job), dtype, device)
+    task.advance(note="runs")
+    ends = _ends(job, block)
     if not len(subject.rows):
-        with _Watch() as solving:
-            _exhaust(round_block(block, job.codecs))
-        each = loading.seconds + solving.seconds
-        return Rehearsal(config.num_layers * each, each, 0.0, peak_memory(), 0)
+        solving = _timed(lambda: _keep(round_block(block, job.codecs)))
+        each = loading.spent + solving
+        return config.num_layers * each + ends, torch.stack([each, loading.spent]), 0
     per_batch = max(1, subject.budget.walk_tokens // subject.rows.shape[1])
     rows = subject.rows[:per_batch]
     batches = len(subject.rows) / len(rows)
@@ -70,41 +93,44 @@ def rehearse(job: QuantizeJob, *, weighs: bool, solves: int = 1, walks: int | No
     rotary = Rotary.at(config.ropes, torch.arange(rows.shape[1], device=device)[None])
     (hidden,) = stream.batches()
     block.forward(hidden, rotary)  # what is made at a first call only
-    with _Watch() as running:
-        block.forward(hidden, rotary)
+    running = _timed(lambda: block.forward(hidden, rotary))
+    task.advance(note="is observed")
     hessians: dict[str, Hessian] = {}
 
     def observe(seen: Activations) -> None:
         features, name = seen.inputs.shape[1], seen.stage.name
         hessians.setdefault(name, Hessian(features, name, dtype=job.hessian_dtype)).add(seen.inputs)
 
-    with _Watch() as observing:
-        block.forward(hidden, rotary, observe=observe)
+    observing = _timed(lambda: block.forward(hidden, rotary, observe=observe))
     hessians.clear()
-    with _Watch() as solving:
-        _exhaust(
+    task.advance(note="is solved")
+    passes = count_passes(block, job.codecs, job.hessian_dtype, subject.budget.hessian_bytes)
+    solving = _timed(
+        lambda: _keep(
             solve_block(
                 block,
                 stream,
                 rotary,
                 job.codecs,
+                _nothing_known(block) if weighs else None,
                 hessian_dtype=job.hessian_dtype,
                 route_all=job.route_all,
                 hessian_bytes=subject.budget.hessian_bytes,
                 apart=subject.budget.apart,
             )
         )
-    once = max(0.0, solving.seconds - observing.seconds)
+    )
+    task.advance()
+    once = (solving - passes * observing).clamp(min=0)
     walks = walks or (1 if solves == 1 else 2)
-    each = walks * (loading.seconds + batches * (observing.seconds + running.seconds)) + solves * once
-    seconds = config.num_layers * each
+    each = walks * (loading.spent + batches * (passes * observing + running)) + solves * once
+    spent = config.num_layers * each + ends
     if job.plan.head is not None:
-        with _Watch() as solving:
+        with _Watch() as watch:
             solve_head(load_head(*place, dtype, device), stream, job.codecs, hessian_dtype=job.hessian_dtype)
-        seconds += solving.seconds
-    backward = _backward(subject, loading.seconds) if weighs else 0.0
-    peak = peak_memory() + _states_in_memory(subject, weighs)
-    return Rehearsal(seconds + backward, each, backward, peak, rows.numel())
+        spent += watch.spent
+        task.advance(note="head")
+    return spent, torch.stack([each, loading.spent]), rows.numel()
 
 
 def peak_memory() -> int:
@@ -120,17 +146,14 @@ def _largest_block(job: QuantizeJob) -> int:
     return sizes.most_common(1)[0][0]
 
 
-def _backward(subject: Subject, loading: float) -> float:
-    """Seconds of the pass over all blocks, from passes over one and two of them and a batch of the text."""
+def _backward(subject: Subject, loading: Tensor) -> Tensor:
+    """Spent by the pass over all blocks, from passes over one and two of them and a batch of the text."""
     rows = subject.backward_rows
     few = rows[: max(1, subject.budget.backward_tokens // rows.shape[1])]
-    with _Watch() as first:
-        _run_backward(subject, few, 1)
-    with _Watch() as second:
-        _run_backward(subject, few, 2)
-    one, two = first.seconds, second.seconds
-    computing = max(0.0, two - one - 2 * loading)
-    ends = max(0.0, one - computing - 2 * loading)
+    one = _timed(lambda: _run_backward(subject, few, 1))
+    two = _timed(lambda: _run_backward(subject, few, 2))
+    computing = (two - one - 2 * loading).clamp(min=0)
+    ends = (one - computing - 2 * loading).clamp(min=0)
     batches = ceil(len(rows) / len(few))
     return subject.config.num_layers * (2 * loading + batches * computing) + batches * ends
 
@@ -156,19 +179,55 @@ def _states_in_memory(subject: Subject, weighs: bool) -> int:
     return subject.backward_bytes if weighs and not subject.backward_spilled_bytes else 0
 
 
-def _exhaust(items: Iterable[object]) -> None:
-    for _ in items:
-        pass
+def _keep(solutions: Iterable[SolvedLinear]) -> None:
+    """As they are compared before they are written."""
+    for solved in solutions:
+        digest_of_values(solved.weight())
+        digest_of_values(solved.stored.dequantize())
+        for tensor in solved.stored.tensors().values():
+            digest_of(tensor)
+
+
+def _nothing_known(block: Block) -> Sensitivity:
+    """What a backward pass finds, with every output as important as all others: it takes as long to heed."""
+    covariances = {
+        name: tuple(torch.eye(size, dtype=torch.bfloat16) for size in chunk_sizes(linear.out_features))
+        for name, linear in block.linears.items()
+    }
+    return Sensitivity(1, {}, {}, covariances)
+
+
+def _ends(job: QuantizeJob, block: Block) -> Tensor:
+    """Spent before and after all blocks, by what digests take: of the model, of what is put together, of what was read
+    back, and of the weights that this decodes to."""
+    linears = block.linears.values()
+    watch = _timed(lambda: [digest_of_values(linear.stored.dequantize()) for linear in linears])
+    seen = sum(linear.in_features * linear.out_features for linear in linears)
+    weights = sum(linear.weights for linear in job.plan.work)
+    plain = sum(linear.weights for linear in job.plan.linears) or 1
+    others = job.subject.checkpoint.stored_bytes / 2 - plain
+    return watch * (2 * plain + weights + 2 * max(0.0, others)) / seen
+
+
+def _timed(call: Callable[[], object]) -> Tensor:
+    """Spent by a call, `[wall, processor]` in seconds; by the second one, where the first was short."""
+    with _Watch() as watch:
+        call()
+    if watch.spent[0] < SHORT_SECONDS:
+        with _Watch() as watch:
+            call()
+    return watch.spent
 
 
 class _Watch:
-    """Seconds of a `with` block."""
-
-    seconds = 0.0
+    """Seconds of a `with` block, float64 `[wall, processor]`."""
 
     def __enter__(self) -> "_Watch":
-        self._start = time.monotonic()
+        self._start = self._now()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.seconds = time.monotonic() - self._start
+        self.spent = self._now() - self._start
+
+    def _now(self) -> Tensor:
+        return torch.tensor([time.monotonic(), time.process_time()], dtype=torch.float64)

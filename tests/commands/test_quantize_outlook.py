@@ -41,7 +41,7 @@ def test_what_is_foretold_of_gptq_comes_true(effort: str, model: Path, tmp_path:
     assert foretold["bits_per_weight"] == report["bits_per_weight"] and foretold["plan"] == report["plan"]
     written = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
     assert foretold["result_bytes"] == pytest.approx(written, rel=0.05)
-    assert foretold["seconds"] > 0 and (foretold["backward_seconds"] > 0) == (effort == "default")
+    assert foretold["seconds"] > 0 and foretold["cpu_seconds"] > 0 and (foretold["backward_seconds"] > 0) == (effort == "default")
     assert 0 < foretold["peak_memory_bytes"] < 2 * peak_memory()
     assert any("144" in remark for remark in foretold["remarks"])  # the short last group of `down_proj`
 
