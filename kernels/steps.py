@@ -7,7 +7,7 @@ Keys and values are kept in pages of 256 positions, in 16 bits or in groups of 3
 
     half = (2^bits - 1) / 2   scale = f16(max |x| / half)   code = round(x / scale + half)   x̂ = (code - half) · scale
 
-so that both ends of the range are used and no code is wasted on a second zero.
+so that both ends of the range are used and no code is wasted on a second zero. `encode` and `decode` know 9 bits too.
 """
 
 from dataclasses import dataclass
@@ -162,9 +162,11 @@ def write(pages: Pages, heads: Tensor, slots: Tensor) -> None:
 
 
 def encode(heads: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Rows `[..., head_dim]` in 8 or 4 bits: codes uint8 `[..., head_dim·bits/8]`, scales float16 `[..., groups]`.
+    """Rows `[..., head_dim]` in 9, 8 or 4 bits: codes uint8 `[..., row_width(head_dim, bits)]`, scales float16
+    `[..., groups]`.
 
-    The last group of a row is short where 32 does not divide head_dim. At 4 bits head_dim is even.
+    The last group of a row is short where 32 does not divide head_dim. At 4 bits head_dim is even. At 9 bits the low
+    eight of each code come first, then the ninth of all, that of number i in bit i % 8 of byte i // 8.
     """
     half, width = _half(bits), heads.shape[-1]
     short = -width % GROUP
@@ -172,18 +174,24 @@ def encode(heads: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scales = (groups.abs().amax(dim=-1) / half).to(torch.float16)
     step = scales.to(torch.float32)[..., None]
     codes = torch.round(torch.where(step == 0, 0.0, groups / step) + half).clamp(0, 2 * half)
+    if bits == 9:
+        return _split(codes.nan_to_num(0).to(torch.int16).flatten(-2), width), scales
     codes = codes.to(torch.uint8).flatten(-2)[..., :width]
     return (codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4), scales
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """What `encode` stored: `[..., head_dim]` in `dtype`, rounded once."""
-    width = codes.shape[-1] * 8 // bits
+    width = codes.shape[-1] - -(-codes.shape[-1] // 9) if bits == 9 else codes.shape[-1] * 8 // bits
     numbers = torch.empty(*codes.shape[:-1], width, dtype=torch.float32, device=codes.device)
     if bits == 4:
         numbers[..., 0::2], numbers[..., 1::2] = codes & 15, codes >> 4
     else:
-        numbers.copy_(codes)
+        numbers.copy_(codes[..., :width])
+    if bits == 9:
+        places = torch.arange(8, dtype=torch.uint8, device=codes.device)
+        ninths = (codes[..., width:, None] >> places & 1).flatten(-2)[..., :width]
+        numbers.add_(ninths, alpha=256)
     numbers -= _half(bits)
     whole = width - width % GROUP
     wide = scales.to(torch.float32)
@@ -191,6 +199,18 @@ def decode(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Tens
     if whole != width:
         numbers[..., whole:] *= wide[..., -1:]
     return numbers.to(dtype)
+
+
+def row_width(head_dim: int, bits: int) -> int:
+    """Bytes of the codes of a row."""
+    return -(-head_dim * bits // 8)
+
+
+def _split(codes: Tensor, width: int) -> Tensor:
+    """int16 `[..., groups · 32]` of 9 bits → uint8 `[..., row_width(width, 9)]`."""
+    places = 1 << torch.arange(8, device=codes.device, dtype=torch.int16)
+    ninths = ((codes >> 8).unflatten(-1, (-1, 8)) * places).sum(-1, dtype=torch.int16)[..., : -(-width // 8)]
+    return torch.cat([(codes & 255)[..., :width], ninths], dim=-1).to(torch.uint8)
 
 
 def _half(bits: int) -> float:

@@ -34,7 +34,7 @@ class KvFormat:
     """One format of the cache: bits of a number in keys and in values; 16 is float16, without scales.
 
     Keys and values of a position are rows of `head_dim` numbers for each key/value head and layer: codes, `bits` each,
-    and beside them a scale for each 32 of them, begun anew with every row.
+    and beside them a scale for each 32 of them, begun anew with every row. Keys of `int8` have a ninth bit.
     """
 
     name: str
@@ -53,7 +53,7 @@ class KvFormat:
 
 KV_FORMATS = {
     kv.name: kv
-    for kv in (KvFormat("fp16", 16, 16), KvFormat("int8", 8, 8), KvFormat("k8v4", 8, 4), KvFormat("q4_0", 4, 4))
+    for kv in (KvFormat("fp16", 16, 16), KvFormat("int8", 9, 8), KvFormat("k8v4", 8, 4), KvFormat("q4_0", 4, 4))
 }
 """From the most faithful to the smallest."""
 

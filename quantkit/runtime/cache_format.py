@@ -8,6 +8,9 @@ Quantized rows are those of `kernels.steps`: codes, and a float16 scale for each
 normalised Hadamard matrix spreads outliers over the row before it is rounded: queries are turned like keys, which
 leaves scores as they are, and what attention mixes of turned values is turned back. (Ashkboos et al. 2024, QuaRot,
 section 4)
+
+Errors of keys cost several times what errors of values do: they move what a query looks at. So `int8` gives a key a
+ninth bit, which halves its error and takes a sixteenth of a key and value.
 """
 
 from collections.abc import Sequence as Many
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RequestError, UsageError
-from quantkit.kernels.steps import GROUP, decode, encode
+from quantkit.kernels.steps import GROUP, decode, encode, row_width
 from quantkit.memory import KV_FORMATS
 from quantkit.models.rotation import hadamard
 
@@ -48,7 +51,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Keys, or values. bits 8 and 4 are codes; with 16 and 32 numbers stand there as they are, in `dtype`."""
+    """Keys, or values. bits 9, 8 and 4 are codes; with 16 and 32 numbers stand there as they are, in `dtype`."""
 
     head_dim: int
     bits: int
@@ -58,12 +61,12 @@ class Side:
     @property
     def width(self) -> int:
         """Elements of a stored row."""
-        return self.head_dim * self.bits // 8 if self.bits <= 8 else self.head_dim
+        return row_width(self.head_dim, self.bits) if self.bits < 16 else self.head_dim
 
     @property
     def groups(self) -> int:
         """Scales of a stored row."""
-        return -(-self.head_dim // GROUP) if self.bits <= 8 else 0
+        return -(-self.head_dim // GROUP) if self.bits < 16 else 0
 
     @property
     def row_bytes(self) -> int:
@@ -120,6 +123,16 @@ def cache_format(name: str | None, head_dim: int, compute: torch.dtype) -> Cache
             f"cache format `{name}` packs two values in a byte, and heads of {head_dim} are odd", hint="--kv int8"
         )
     return CacheFormat(name, *(_side(head_dim, bits) for bits in (kv.key_bits, kv.value_bits)))
+
+
+def require_distinct(names: Many[str | None]) -> None:
+    """Raises UsageError where a format is asked for twice: it would be measured twice."""
+    twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
+    if twice is not None:
+        raise UsageError(
+            f"`--kv` names the cache format `{twice}` twice",
+            hint=f"--kv {','.join(dict.fromkeys(str(name) for name in names))}",
+        )
 
 
 def _side(head_dim: int, bits: int) -> Side:

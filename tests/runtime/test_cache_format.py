@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -5,6 +6,7 @@ import tiny
 import torch
 
 from quantkit.errors import RequestError, UsageError
+from quantkit.kernels.steps import decode, encode, row_width
 from quantkit.memory import KV_FORMATS
 from quantkit.models.config import ModelConfig
 from quantkit.runtime.cache_format import CacheFormat, cache_format
@@ -24,7 +26,7 @@ def test_what_is_stored_comes_back_within_its_step(name, head_dim):
     for side in (form.keys, form.values):
         turned = side.turn(heads)
         read = side.decode(side.encode(turned), torch.float32)
-        step = 2 * turned.abs().max() / (2**side.bits - 1) if side.bits <= 8 else 2**-10 * turned.abs().max()
+        step = 2 * turned.abs().max() / (2**side.bits - 1) if side.bits < 16 else 2**-10 * turned.abs().max()
         assert float((read - turned).abs().max()) <= 0.51 * step
 
 
@@ -64,14 +66,32 @@ def test_bytes_are_those_that_the_memory_model_says(name, head_dim, tokens):
 
 
 def test_bytes_of_a_small_head_by_hand() -> None:
-    """64 numbers: 64 or 32 bytes of codes, two scales of two bytes."""
+    """64 numbers: 64 or 32 bytes of codes, eight of ninth bits in the keys of int8, two scales of two bytes."""
     rows = {name: cache_format(name, 64, torch.float32).row_bytes for name in KV_FORMATS}
-    assert rows == {"fp16": 256, "int8": 136, "k8v4": 104, "q4_0": 72}
+    assert rows == {"fp16": 256, "int8": 144, "k8v4": 104, "q4_0": 72}
 
 
-def test_k8v4_is_int8_keys_and_four_bit_values():
+def test_k8v4_is_eight_bit_keys_and_four_bit_values():
+    """Keys are those of int8 without their ninth bit, which its values would drown."""
     forms: dict[str, CacheFormat] = {name: cache_format(name, 64, torch.float32) for name in KV_FORMATS}
-    assert forms["k8v4"].keys == forms["int8"].keys and forms["k8v4"].values == forms["q4_0"].values
+    assert forms["k8v4"].keys == forms["int8"].values and forms["k8v4"].values == forms["q4_0"].values
+    assert forms["int8"].keys == replace(forms["k8v4"].keys, bits=9)
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 8, 9, 33, 64, 72, 80])
+def test_a_ninth_bit_halves_the_step(head_dim):
+    """Every code that there is comes back as it was, also in rows that fill no whole byte of ninth bits."""
+    half, rows = 255.5, -(-512 // max(1, head_dim - 1))
+    codes = torch.arange(rows * (head_dim - 1) if head_dim > 1 else 1).remainder(512).view(rows if head_dim > 1 else 1, -1)
+    heads = torch.cat([torch.full((len(codes), 1), half), codes[:, : head_dim - 1] - half], dim=1)
+    stored, scales = encode(heads, 9)
+    assert stored.shape[1] == row_width(head_dim, 9) == head_dim + -(-head_dim // 8)
+    assert scales[:, 0].eq(1).all()
+    read = decode(stored, scales, 9, torch.float32)
+    assert read.shape == heads.shape and torch.equal(read[:, :32], heads[:, :32])
+    noise = random(40, head_dim)
+    errors = [float((decode(*encode(noise, bits), bits, torch.float32) - noise).square().mean()) for bits in (8, 9)]
+    assert head_dim == 1 or errors[1] < 0.35 * errors[0]
 
 
 def test_what_is_no_number_stays_none():

@@ -117,13 +117,13 @@ def test_what_each_format_costs(model, windows):
         loss[form] = float(torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in pairs]).mean())
     print({form: f"{value:.2e}" for form, value in loss.items()})
     assert loss["fp16"] < 1e-6
-    assert loss["int8"] < 2e-4  # 1e-4 is the aim: what keeps it from that is in docs/results/kv-cache.md
+    assert loss["int8"] < 1e-4
     assert loss["k8v4"] <= loss["q4_0"]
 
 
 def test_bytes_of_each_format_are_as_computed(model):
-    """30 layers, 3 key/value heads of 64: a scale of two bytes for each 32 numbers."""
-    rows = {"fp16": 128 + 128, "int8": 68 + 68, "k8v4": 68 + 36, "q4_0": 36 + 36}
+    """30 layers, 3 key/value heads of 64: a scale of two bytes for each 32 numbers, and a ninth bit of the keys of int8."""
+    rows = {"fp16": 128 + 128, "int8": 76 + 68, "k8v4": 68 + 36, "q4_0": 36 + 36}
     for form, row in rows.items():
         use = CachePlan(kv=form).pool(model.config, 1000, model.dtype, "cpu").use
         assert (use.cache_tokens, use.cache_bytes, use.host_bytes) == (1024, 1024 * 30 * 3 * row, 0)
