@@ -9,7 +9,7 @@ from quantkit.commands import evaluate
 from quantkit.commands.compare_report import CompareReport
 from quantkit.commands.kept_models import KeptModels
 from quantkit.progress import Progress
-from quantkit.runtime.cache_format import cache_format
+from quantkit.runtime.cache_format import cache_format, require_distinct
 from quantkit.runtime.placement import Placement
 from quantkit.settings import CompareSettings
 
@@ -70,6 +70,7 @@ class CacheTable:
 
 def compare_caches(settings: CompareSettings, formats: Sequence[str], progress: Progress) -> CacheTable:
     """`evaluate.compare` behind each cache format, all of which are checked first. Raises what that raises."""
+    require_distinct(formats)
     placement = Placement.choose(settings.device, settings.dtype)
     judged = open_checkpoint(settings.candidate or settings.reference)
     for name in formats:

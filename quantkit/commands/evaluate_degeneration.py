@@ -10,7 +10,7 @@ from quantkit.errors import CheckpointError, GateError, RequestError
 from quantkit.evaluators.conversation import Frame, Prompt, bundled_prompts, most_positions
 from quantkit.evaluators.probe import LIMITS, FormatResult, Talk, mean, probe, talk_all, tells_alone
 from quantkit.progress import Progress
-from quantkit.runtime.cache_format import cache_format
+from quantkit.runtime.cache_format import cache_format, require_distinct
 from quantkit.runtime.capacity import CachePlan
 from quantkit.runtime.load import load_model
 from quantkit.runtime.placement import Placement
@@ -182,6 +182,7 @@ def run(
     Raises CheckpointError for the models' files, UsageError for settings, RequestError for a context that is too short,
     GateError when logits are no finite numbers.
     """
+    require_distinct(settings.kv)
     placement = Placement.choose(settings.device, settings.dtype)
     checkpoint = open_checkpoint(settings.model)
     original = None if settings.reference is None else open_checkpoint(settings.reference)

@@ -166,6 +166,7 @@ def test_degeneration_says_what_it_found_and_exits_by_it(folder, tmp_path, capsy
     ("arguments", "code", "message"),
     [
         (["--kv", "int3"], 2, "there is no cache format `int3`"),
+        (["--kv", "int8,fp16,int8"], 2, "`--kv` names the cache format `int8` twice"),
         (["--tokens", "9999"], 16, "conversations of 9999 tokens take up to"),
         (["--tokens", "3"], 2, "invalid value for '--tokens'"),
     ],
@@ -260,6 +261,9 @@ def test_cache_formats_are_candidates_too(folder, text, tmp_path, capsys):
     assert cli.run(["eval", "compare", folder, *windows, "--kv", "fp16,int3"]) == 2
     captured = capsys.readouterr()
     assert "there is no cache format `int3`" in captured.err and not captured.out
+    assert cli.run(["eval", "compare", folder, *windows, "--kv", "int8,int8"]) == 2
+    captured = capsys.readouterr()
+    assert "names the cache format `int8` twice" in captured.err and "--kv int8" in captured.err and not captured.out
     assert fine["candidate"].endswith("cache fp16") and 0 <= fine["kl_mean"] < coarse["kl_mean"]
     assert cli.run(["eval", "compare", folder, folder, *windows, "--kv", "q4_0", "--gate", "kl_mean<1e-9"]) == 3
     assert "cache q4_0" in capsys.readouterr().out
