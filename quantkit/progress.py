@@ -63,3 +63,7 @@ class Silent:
 
     def say(self, line: str) -> None:
         pass
+
+
+NOBODY = Silent()
+"""Where a command does not say to whom its parts report."""

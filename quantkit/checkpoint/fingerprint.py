@@ -5,17 +5,21 @@ from hashlib import sha256
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.progress import NOBODY, Progress
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
+def fingerprint(checkpoint: Checkpoint, progress: Progress = NOBODY) -> str:
     """SHA-256 of every tensor's name, dtype, shape and bytes, in hex, those of the original where it is another form of
     one (`in_form`). Reads the whole model once."""
     checkpoint, made = checkpoint.original, checkpoint
     whole = sha256()
-    for name in sorted(checkpoint.names()):
-        tensor = checkpoint.tensor(name)
-        whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        whole.update(sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).digest())
+    names = sorted(checkpoint.names())
+    with progress.task("fingerprint", total=len(names)) as task:
+        for name in names:
+            tensor = checkpoint.tensor(name)
+            whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            whole.update(sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).digest())
+            task.advance(note=name)
     return in_form(whole.hexdigest(), made)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import GateError
+from quantkit.progress import NOBODY, Progress
 
 ROWS_AT_ONCE = 512
 HINT = "the disk or the memory of this machine may be faulty; run the command again"
@@ -44,19 +45,22 @@ class Receipt:
         lines = (f"{name}\0{self._tensors[name]}\n" for name in sorted(self._tensors))
         return sha256("".join(lines).encode()).hexdigest()
 
-    def check(self, checkpoint: Checkpoint) -> None:
+    def check(self, checkpoint: Checkpoint, progress: Progress = NOBODY) -> None:
         """Raises GateError, naming the tensor and its file, unless all of it and nothing else is in `checkpoint`."""
         differing = self._tensors.keys() ^ set(checkpoint.names())
         for name in sorted(differing):
             what = "is missing from" if name in self._tensors else "was not written, yet it is in"
             raise GateError(f"read back: tensor `{name}` {what} the result", hint=HINT)
-        for name, digest in self._tensors.items():
-            if digest_of(checkpoint.tensor(name)) != digest:
-                file = checkpoint.info(name).file.name
-                raise GateError(f"read back: tensor `{name}` in `{file}` is not what was written", hint=HINT)
-        for name, digest in self._weights.items():
-            if digest_of_values(checkpoint.linear(name).dequantize()) != digest:
-                raise GateError(f"read back: `{name}` does not decode to the weight that was solved", hint=HINT)
+        with progress.task("read back", total=len(self._tensors) + len(self._weights)) as task:
+            for name, digest in self._tensors.items():
+                if digest_of(checkpoint.tensor(name)) != digest:
+                    file = checkpoint.info(name).file.name
+                    raise GateError(f"read back: tensor `{name}` in `{file}` is not what was written", hint=HINT)
+                task.advance(note=name)
+            for name, digest in self._weights.items():
+                if digest_of_values(checkpoint.linear(name).dequantize()) != digest:
+                    raise GateError(f"read back: `{name}` does not decode to the weight that was solved", hint=HINT)
+                task.advance(note=name)
 
 
 def digest_of(tensor: Tensor) -> str:

@@ -39,12 +39,12 @@ def run(settings: ConvertSettings, progress: Progress) -> Report:
         importlib.import_module(f"quantkit.commands.{module}"), function
     )
     try:
-        facts = conversion_facts(settings)
-        before = finished_conversion(settings, facts)
+        facts = conversion_facts(settings, progress)
+        before = finished_conversion(settings, facts, progress)
         if before is not None:
             return before
         report = found(replace(settings, made_by=facts), progress)
-        stamp(settings.out, facts)
+        stamp(settings.out, facts, progress)
         return report
     except QuantkitError as error:
         # Every command writes to what `-o` names, this one to its second argument.

@@ -35,7 +35,7 @@ def awq_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport:
     awq.check(source.quantization, str(source.path / "config.json"))
     own = _settings(source)
     with (
-        rewriting(source, settings.out, overwrite=settings.overwrite) as new,
+        rewriting(source, settings.out, progress, overwrite=settings.overwrite) as new,
         progress.task(settings.route, total=len(modules(source))) as task,
     ):
         for module, before in _linears(source):

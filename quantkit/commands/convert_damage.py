@@ -1,6 +1,6 @@
 """What a conversion did: the result against its reference on held-back text, and each linear against its source."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,9 +67,15 @@ class Yardstick:
         )
 
 
-def weight_errors(source: Checkpoint, result: Checkpoint, names: Iterable[str]) -> tuple[LinearError, ...]:
+def weight_errors(
+    source: Checkpoint, result: Checkpoint, names: Sequence[str], progress: Progress
+) -> tuple[LinearError, ...]:
     """‖W' - W‖ / ‖W‖ of each linear, worst first; one linear of each in memory."""
-    found = [LinearError(name, _relative(result.linear(name), source.linear(name))) for name in names]
+    found = []
+    with progress.task("weight errors", total=len(names)) as task:
+        for name in names:
+            found.append(LinearError(name, _relative(result.linear(name), source.linear(name))))
+            task.advance(note=name)
     return tuple(sorted(found, key=lambda linear: (-linear.error, linear.name)))
 
 

@@ -55,7 +55,7 @@ class DataFree:
                 task.advance(note=spec.name)
         head = head_spec(source.model_config)
         weights = head.in_features * head.out_features
-        measurement = Measurement(fingerprint(source), head.in_features, weights, {}, tuple(linears))
+        measurement = Measurement(fingerprint(source, progress), head.in_features, weights, {}, tuple(linears))
         return cls(source, head_bits, measurement)
 
     def predict(self, rate: float) -> float:
@@ -69,7 +69,7 @@ class DataFree:
         before_bits = {spec.name: stored_bits(source, spec.name) for spec in _specs(source)}
         plan = mixes.layouts(_specs(source), head, before_bits)
         with (
-            rewriting(source, out, overwrite=overwrite) as new,
+            rewriting(source, out, progress, overwrite=overwrite) as new,
             progress.task("quantize", total=len(plan.work)) as task,
         ):
             for linear in plan.work:

@@ -1,6 +1,6 @@
 """Rewriting: a model folder written anew, tensor by tensor, every one of them read back and compared.
 
-    with rewriting(checkpoint, out, overwrite=False) as new:
+    with rewriting(checkpoint, out, progress, overwrite=False) as new:
         new.add_linear(name, stored, weight)      # `weight` is what the written tensors must decode to
         new.add_others()
         files = new.finish(config)
@@ -24,13 +24,14 @@ from quantkit.commands.convert_report import Written
 from quantkit.errors import OWN_FAULT, CheckpointError, GateError
 from quantkit.formats.codec import StoredTensor
 from quantkit.models.architecture import HEAD
+from quantkit.progress import Progress
 
 
 class Rewriting:
     """The new folder while it is written. Its parameters are counted as they are written, dense or not."""
 
-    def __init__(self, checkpoint: Checkpoint, writer: CheckpointWriter) -> None:
-        self._checkpoint, self._writer = checkpoint, writer
+    def __init__(self, checkpoint: Checkpoint, writer: CheckpointWriter, progress: Progress) -> None:
+        self._checkpoint, self._writer, self._progress = checkpoint, writer, progress
         self._receipt = Receipt()
         self._replaced: set[str] = set()
         self._tensors = 0
@@ -85,7 +86,7 @@ class Rewriting:
             config,
             self._checkpoint.side_files(),
             side_json,
-            check=lambda folder: self._receipt.check(open_checkpoint(folder)),
+            check=lambda folder: self._receipt.check(open_checkpoint(folder), self._progress),
         )
         return Written(self._tensors, self._parameters, weight_bytes(files))
 
@@ -97,11 +98,11 @@ class Rewriting:
 
 @contextmanager
 def rewriting(
-    checkpoint: Checkpoint, out: Path, *, overwrite: bool, shard_bytes: int = SHARD_BYTES
+    checkpoint: Checkpoint, out: Path, progress: Progress, *, overwrite: bool, shard_bytes: int = SHARD_BYTES
 ) -> Iterator[Rewriting]:
     """Raises CheckpointError for a place that cannot be written; leaving without `finish` leaves nothing behind."""
     with CheckpointWriter(out, source=checkpoint.path, overwrite=overwrite, shard_bytes=shard_bytes) as writer:
-        yield Rewriting(checkpoint, writer)
+        yield Rewriting(checkpoint, writer, progress)
 
 
 def module_on_disk(checkpoint: Checkpoint, linear: str) -> str:

@@ -88,7 +88,7 @@ def gguf_to_hf(settings: ConvertSettings, progress: Progress) -> GgufImport:
                     {**config, **tokenizer.config_ids},
                     [card],
                     documents,
-                    check=lambda written: receipt.check(open_checkpoint(written)),
+                    check=lambda written: receipt.check(open_checkpoint(written), progress),
                 )
         types = Counter(file.tensors[placement.source].type_name for placement in model.placements)
     worst = max(errors, key=lambda name: errors[name])

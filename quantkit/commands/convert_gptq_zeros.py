@@ -52,7 +52,7 @@ def _convert(settings: ConvertSettings, progress: Progress, target: str) -> Conv
     if config.base.checkpoint_format == target:
         raise CheckpointError(f"`{source.path}` has checkpoint format `{target}` already", hint="use it as it is")
     with (
-        rewriting(source, settings.out, overwrite=settings.overwrite) as new,
+        rewriting(source, settings.out, progress, overwrite=settings.overwrite) as new,
         progress.task(settings.route, total=len(modules(source))) as task,
     ):
         for module, before, own in _linears(source, config):

@@ -37,7 +37,7 @@ def merge_lora(settings: ConvertSettings, progress: Progress) -> ConvertReport:
         _require_places(adapter, source)
     merged, largest, replaced = 0, 0.0, 0
     with (
-        rewriting(source, settings.out, overwrite=settings.overwrite) as new,
+        rewriting(source, settings.out, progress, overwrite=settings.overwrite) as new,
         progress.task(settings.route, total=len(source.names())) as task,
     ):
         for name in source.names():

@@ -60,7 +60,9 @@ def pickle_to_safetensors(settings: ConvertSettings, progress: Progress) -> Conv
                 receipt.add(name, tensor)
                 parameters, tensors = parameters + tensor.numel(), tensors + 1
             task.advance(note=file.name)
-        made = writer.finish(config, side_files(folder), check=lambda out: receipt.check(open_checkpoint(out)))
+        made = writer.finish(
+            config, side_files(folder), check=lambda out: receipt.check(open_checkpoint(out), progress)
+        )
     return ConvertReport(
         settings,
         way="exact, tensors as they were",

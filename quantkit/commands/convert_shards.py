@@ -40,7 +40,7 @@ def _rewrite(settings: ConvertSettings, progress: Progress, shard_bytes: int) ->
     source = open_source(settings.source)
     present = [name for name in QUANTIZATION_FILES if (source.path / name).exists()]
     with (
-        rewriting(source, settings.out, overwrite=settings.overwrite, shard_bytes=shard_bytes) as new,
+        rewriting(source, settings.out, progress, overwrite=settings.overwrite, shard_bytes=shard_bytes) as new,
         progress.task(settings.route, total=len(source.names())) as task,
     ):
         for name in source.names():

@@ -18,6 +18,7 @@ from quantkit.commands.resumption import KIND, VERSION, finished_before
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.job.identity import programs
 from quantkit.job.job import Facts, differing
+from quantkit.progress import NOBODY, Progress
 from quantkit.settings import ConvertSettings
 
 SAME_WHATEVER = ("source", "out", "overwrite", "evaluate", "job", "restart", "made_by")
@@ -25,26 +26,28 @@ KEY = "conversion"
 AGAIN = "use `--overwrite` to replace it as a whole, or choose another OUT"
 
 
-def conversion_facts(settings: ConvertSettings) -> Facts:
+def conversion_facts(settings: ConvertSettings, progress: Progress = NOBODY) -> Facts:
     """All that the bytes of the result depend on. Inputs are told by the content of their files."""
     facts: dict[str, str | int | float | bool | None] = {
         "command": f"convert {settings.route}",
         **programs(),
-        "input": _digest(settings.source),
+        "input": _digest(settings.source, progress),
     }
     for field in fields(settings):
         value = getattr(settings, field.name)
         if field.name in SAME_WHATEVER:
             continue
         if field.name in ("original", "calibration", "measurement") and value is not None and Path(value).exists():
-            value = _digest(Path(value))
+            value = _digest(Path(value), progress)
         elif field.name == "adapters":
             value = " ".join(f"{_digest(Path(each.partition('=')[0]))}={each.partition('=')[2]}" for each in value)
         facts[field.name] = value if value is None or isinstance(value, str | int | float | bool) else str(value)
     return facts
 
 
-def finished_conversion(settings: ConvertSettings, facts: Facts) -> ConvertReport | None:
+def finished_conversion(
+    settings: ConvertSettings, facts: Facts, progress: Progress = NOBODY
+) -> ConvertReport | None:
     """What was made before by the same command from the same input; None where it is to be made.
 
     Raises CheckpointError for the result of another command, or one that was changed, that must not be replaced.
@@ -53,11 +56,13 @@ def finished_conversion(settings: ConvertSettings, facts: Facts) -> ConvertRepor
     if made is None or settings.restart:
         return None
     differences = differing(made[KEY]["facts"], facts)
-    if not differences and made[KEY]["files"] is not None and made[KEY]["files"] != _digest(settings.out, weights=True):
+    files = made[KEY]["files"]
+    if not differences and files is not None and files != _digest(settings.out, progress, weights=True):
         differences = ["its tensors were changed afterwards"]
-    own = not differences and made[KEY]["files"] is None  # a writer with digests of its own
-    if own and finished_before(settings.out, made, made["facts"], overwrite=settings.overwrite) is None:
-        return None
+    if not differences and files is None:  # a writer with digests of its own
+        before = made["facts"]
+        if finished_before(settings.out, made, before, overwrite=settings.overwrite, progress=progress) is None:
+            return None
     if not differences:
         way = "finished before by this command, from this input: nothing to do; to do it again, `--overwrite`"
         return ConvertReport(settings, way=way, written=written_in(open_checkpoint(settings.out)), seconds=0.0)
@@ -66,12 +71,12 @@ def finished_conversion(settings: ConvertSettings, facts: Facts) -> ConvertRepor
     raise CheckpointError(f"`{settings.out}` is another result: {'; '.join(differences)}", hint=AGAIN)
 
 
-def stamp(out: Path, facts: Facts) -> None:
+def stamp(out: Path, facts: Facts, progress: Progress = NOBODY) -> None:
     """Notes in a complete result what made it, unless that was written with it."""
     if not out.is_dir() or _read(out) is not None:
         return
     content = {"kind": KIND, "version": VERSION, "facts": dict(facts), "tensors": None, "bits_per_weight": None}
-    content[KEY] = {"facts": dict(facts), "files": _digest(out, weights=True)}
+    content[KEY] = {"facts": dict(facts), "files": _digest(out, progress, weights=True)}
     part = out / f".{RESULT_FILE}.part"
     try:
         part.unlink(missing_ok=True)
@@ -96,20 +101,22 @@ def _read(out: Path) -> dict[str, Any] | None:
     return found if valid and isinstance(own, dict) and isinstance(own.get("facts"), dict) and "files" in own else None
 
 
-def _digest(path: Path, *, weights: bool = False) -> str:
+def _digest(path: Path, progress: Progress = NOBODY, *, weights: bool = False) -> str:
     """Of a file, or of the names and contents of all files of a folder, or of its weights alone; the text itself for a
     name that is no path."""
     whole = sha256()
     if not path.exists():
         return str(path)
-    for file in _files(path):
-        if weights and file.suffix != ".safetensors":
-            continue
-        content = sha256()
-        for chunk in read_chunks(file):
-            content.update(chunk)
-        name = file.name if path.is_file() else str(file.relative_to(path))
-        whole.update(f"{'' if path.is_file() else name}\0".encode("utf-8", "surrogateescape") + content.digest())
+    files = [file for file in _files(path) if not weights or file.suffix == ".safetensors"]
+    megabytes = sum(-(-file.stat().st_size // 2**20) for file in files)
+    with progress.task(f"read {path.name}, MiB", total=megabytes) as task:
+        for file in files:
+            content = sha256()
+            for chunk in read_chunks(file):
+                content.update(chunk)
+                task.advance()
+            name = "" if path.is_file() else str(file.relative_to(path))
+            whole.update(f"{name}\0".encode("utf-8", "surrogateescape") + content.digest())
     return whole.hexdigest()
 
 

@@ -69,7 +69,7 @@ def gptq_to_exl2(settings: ConvertSettings, progress: Progress) -> ConvertReport
         way=way,
         written=written_in(result),
         seconds=time.monotonic() - start,
-        linears=weight_errors(reference, result, names),
+        linears=weight_errors(reference, result, names, progress),
         facts=facts,
         damage=damage,
     )

@@ -45,7 +45,7 @@ def exl2_to_gptq(settings: ConvertSettings, progress: Progress) -> ConvertReport
         way="re-quantized " + ("to nearest" if settings.data_free else "against activations of the input"),
         written=written_in(result),
         seconds=time.monotonic() - start,
-        linears=weight_errors(source, result, source.linears()),
+        linears=weight_errors(source, result, source.linears(), progress),
         facts={
             "bits": settings.bits,
             "group_size": settings.group_size,

@@ -61,7 +61,7 @@ def dequantize(
     spelled = _spelling(source)
     rounded = 0
     with (
-        rewriting(source, out, overwrite=overwrite) as new,
+        rewriting(source, out, progress, overwrite=overwrite) as new,
         progress.task("dequantize", total=len(names)) as task,
     ):
         for name in names:

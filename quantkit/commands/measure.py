@@ -87,7 +87,7 @@ def run(
     with Job(job_place(settings.job, place, checkpoint.path)) as kept:
         subject = open_subject(checkpoint, settings, placement)
         subject = limited(subject, settings.max_memory, weighs=True, measures=True)
-        model = identify(checkpoint.original, kept.hints.get("model"))
+        model = identify(checkpoint.original, kept.hints.get("model"), progress)
         facts = facts_of("measure", settings, subject, model)
         if place.exists():
             found = _finished_before(place, facts, overwrite=settings.overwrite or settings.restart)

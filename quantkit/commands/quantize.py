@@ -112,10 +112,10 @@ def run(
         settings = fit_target(settings, subject, progress)
         subject = within_memory(subject, settings, effort, hessian_dtype, progress)
         unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
-        model = identify(checkpoint.original, kept.hints.get("model"))
+        model = identify(checkpoint.original, kept.hints.get("model"), progress)
         facts = facts_of("quantize", settings, subject, model)
         if made is not None:
-            found = finished_before(writer.path, made, facts, overwrite=settings.overwrite)
+            found = finished_before(writer.path, made, facts, overwrite=settings.overwrite, progress=progress)
             if found is not None and not settings.restart:
                 left = kept.facts == facts
                 judged = unseen is not None and (left or settings.judged)
@@ -142,7 +142,7 @@ def run(
         solve_steps(job, kept, weighed.found if weighed else None, progress)
         changes, tuning = tune_result(job, kept, settings.seed, progress) if effort.tunes else (UNCHANGED, None)
         results, receipt = put_together(job, kept, writer, changes)
-        files = _finish(job, writer, receipt, facts, settings.calibration, made_by)
+        files = _finish(job, writer, receipt, facts, settings.calibration, made_by, progress)
         tell_excess(settings.max_memory, peak_memory(), progress)
         spent = _spent_since(start)
         damage = None if unseen is None else _measure(subject, settings.out, unseen, progress)
@@ -221,7 +221,13 @@ def _announce(job: QuantizeJob, kept: Job, progress: Progress) -> None:
 
 
 def _finish(
-    job: QuantizeJob, writer: CheckpointWriter, receipt: Receipt, facts: Facts, dataset: str, made_by: Facts | None
+    job: QuantizeJob,
+    writer: CheckpointWriter,
+    receipt: Receipt,
+    facts: Facts,
+    dataset: str,
+    made_by: Facts | None,
+    progress: Progress,
 ) -> list[Path]:
     checkpoint, (rows, length) = job.subject.checkpoint, job.subject.rows.shape
     quantization = job.recipe.config(job.plan, rows, length, dataset)
@@ -233,13 +239,13 @@ def _finish(
             **job.recipe.side_json(quantization),
             RESULT_FILE: result_document(facts, receipt, job.plan.bits_per_weight, made_by),
         },
-        check=lambda folder: _check(open_checkpoint(folder), job, receipt),
+        check=lambda folder: _check(open_checkpoint(folder), job, receipt, progress),
     )
 
 
-def _check(written: Checkpoint, job: QuantizeJob, receipt: Receipt) -> None:
+def _check(written: Checkpoint, job: QuantizeJob, receipt: Receipt, progress: Progress) -> None:
     """What is on the disk is what was solved, and takes the bits that were planned. GateError for anything else."""
-    receipt.check(written)
+    receipt.check(written, progress)
     for linear in job.plan.linears:
         if (bits := stored_bits(written, linear.name)) != linear.stored_bits:
             raise GateError(

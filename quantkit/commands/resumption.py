@@ -15,6 +15,7 @@ from quantkit.commands.quantize_report import Damage
 from quantkit.errors import CheckpointError, JobError, QuantkitError
 from quantkit.job.identity import ModelIdentity, digest_of_text, programs
 from quantkit.job.job import Facts, differing
+from quantkit.progress import NOBODY, Progress
 from quantkit.settings import MeasureSettings, QuantizeSettings
 
 KIND, VERSION = "quantkit result", 1
@@ -122,7 +123,9 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return found if valid else None
 
 
-def finished_before(out: Path, made: dict[str, Any], facts: Facts, *, overwrite: bool) -> Finished | None:
+def finished_before(
+    out: Path, made: dict[str, Any], facts: Facts, *, overwrite: bool, progress: Progress = NOBODY
+) -> Finished | None:
     """The result in `out` if it is that of these facts; None if it may be replaced. `made` is what it says of itself.
 
     Raises CheckpointError for another one, or one that has been changed, that must not be.
@@ -130,8 +133,10 @@ def finished_before(out: Path, made: dict[str, Any], facts: Facts, *, overwrite:
     differences = differing(made["facts"], facts)
     if not differences:
         receipt, checkpoint = Receipt(), open_checkpoint(out)
-        for name in checkpoint.names():
-            receipt.add(name, checkpoint.tensor(name))
+        with progress.task("read what is there", total=len(checkpoint.names())) as task:
+            for name in checkpoint.names():
+                receipt.add(name, checkpoint.tensor(name))
+                task.advance(note=name)
         if receipt.digest() == made["tensors"]:
             files = {header.path for header in checkpoint.homes.values()}
             return Finished(out, float(made["bits_per_weight"]), sum(file.stat().st_size for file in files))

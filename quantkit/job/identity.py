@@ -13,6 +13,7 @@ from torch import Tensor
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.regular import file_stamp, read_chunks
+from quantkit.progress import NOBODY, Progress
 from quantkit.version import VERSION
 
 
@@ -29,13 +30,15 @@ class ModelIdentity:
     stamps: dict[str, list[int]]
 
 
-def identify(checkpoint: Checkpoint, known: Mapping[str, Any] | None = None) -> ModelIdentity:
+def identify(
+    checkpoint: Checkpoint, known: Mapping[str, Any] | None = None, progress: Progress = NOBODY
+) -> ModelIdentity:
     """Reads every tensor, unless `known`, what an earlier call gave as `remembered`, is of files that have not been
     touched since. Raises CheckpointError where a file cannot be read."""
     files = sorted({header.path for header in checkpoint.homes.values()})
     stamps = {file.name: _stamp(file) for file in files}
     known = known or {}
-    weights = str(known["weights"]) if known.get("stamps") == stamps else fingerprint(checkpoint)
+    weights = str(known["weights"]) if known.get("stamps") == stamps else fingerprint(checkpoint, progress)
     return ModelIdentity(weights, _digest_of_files(checkpoint), stamps)
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections import Counter
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -200,3 +201,32 @@ def test_a_place_that_cannot_be_is_named_before_a_measurement(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="`.*/file` cannot be made: File exists") as caught:
         convert.convert("gptq-to-exl2", source, tmp_path / "file" / "out", bpw=5.0, evaluate=False, progress=Silent())
     assert caught.value.hint == "choose another place as OUT"
+
+
+class Bars(Silent):
+    """Labels of the bars, each with what was done of how much."""
+
+    def __init__(self) -> None:
+        self.done: dict[str, list[int]] = {}
+
+    @contextmanager
+    def task(self, label, total):
+        done = self.done[label.partition(" ")[0]] = [0, total]
+
+        class Task:
+            def advance(self, steps=1, *, note=""):
+                done[0] += steps
+
+        yield Task()
+
+
+def test_everything_that_reads_the_model_has_a_bar(tmp_path) -> None:
+    """Digests of the input, measuring, writing, reading back and comparing: each takes long for a large model."""
+    source, bars = tiny_gptq.write_model(tmp_path / "model"), Bars()
+    options = {"bpw": 5.0, "data_free": True, "evaluate": False}
+    convert.convert("gptq-to-exl2", source, tmp_path / "out", progress=bars, **options)
+    assert set(bars.done) == {"read", "measure", "fingerprint", "quantize", "weight"}
+    assert all(done == total > 0 for done, total in bars.done.values())
+    again = Bars()
+    convert.convert("gptq-to-exl2", source, tmp_path / "out", progress=again, **options)
+    assert set(again.done) == {"read"}
