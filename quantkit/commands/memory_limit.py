@@ -31,7 +31,7 @@ SINGLE = 4
 MIB = 1 << 20
 WORKING_BYTES = 224 * MIB
 """Compiled kernels, buffers of libraries, and what is freed but not given back: what was seen above the rest."""
-SPARING_BYTES = 112 * MIB
+SPARING_BYTES = 128 * MIB
 """The same where what is freed is given back at once."""
 SOLVED_BYTES = 14
 """Of a weight that is solved alone: as read, in order, its error, each float32; its code, and the file's bits."""
