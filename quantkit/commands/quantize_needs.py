@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from quantkit.checkpoint.shard import COMPACT_BYTES, HEADER_ROOM
 from quantkit.checkpoint.writer import SHARD_BYTES
 from quantkit.commands.quantize_job import QuantizeJob, Subject, stored_bits
 from quantkit.errors import CheckpointError
+from quantkit.models.architecture import HEAD, block_of
 
 HEADER_ENTRY_BYTES, TENSORS_OF_LINEAR = 120, 3
 """About what a header says of one tensor, and by how many tensors a linear grows."""
@@ -35,11 +37,22 @@ def disk_needs(job: QuantizeJob, *, weighs: bool) -> DiskNeeds:
     added = plan.added_bits // 8 if plan.head is None and subject.config.tie_embeddings else 0
     data = subject.checkpoint.stored_bytes - before + work + added
     side = sum(file.stat().st_size for file in subject.checkpoint.side_files() if file.is_file())
-    states = 2 * states_bytes(subject)
     found = gradient_bytes(subject) if weighs else 0
     backward = subject.backward_spilled_bytes if weighs else 0
-    steps = work + NOTE_BYTES * len(plan.work) + states
-    return DiskNeeds(data + _headers(job, data) + side, found + max(steps, backward))
+    return DiskNeeds(data + _headers(job, data) + side, found + max(_steps(job), backward))
+
+
+def _steps(job: QuantizeJob) -> int:
+    """Of the steps, with the states before and behind the block in hand. Nobody reads those behind the last one, if the
+    head is not quantized."""
+    states, last = states_bytes(job.subject), job.subject.config.num_layers - 1
+    made: Counter[int] = Counter()
+    for linear in job.plan.work:
+        made[last + 1 if linear.name == HEAD else block_of(linear.name)] += linear.stored_bits // 8 + NOTE_BYTES
+    everything = made.total()
+    before = everything - made[last + 1] if job.plan.head is not None else everything - made[last]
+    pairs = 2 * states + before if last or job.plan.head is not None else 0
+    return max(pairs, states + everything)
 
 
 def measurement_needs(subject: Subject, checked: int) -> DiskNeeds:
