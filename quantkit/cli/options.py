@@ -16,7 +16,9 @@ Calibration = Annotated[
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Rows of calibration text; time grows with them.")]
 RowLength = Annotated[int, typer.Option("--length", min=1, help="Tokens in a row.")]
 Device = Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")]
-RunDevice = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+RunDevice = Annotated[
+    str, typer.Option("--device", help="auto, cpu, cuda (several if one is too small), or cuda:0,cuda:1.")
+]
 RunDtype = Annotated[str, typer.Option("--dtype", help="Arithmetic: auto (fp32 on a CPU), fp32, bf16 or fp16.")]
 CalibrationDtype = Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")]
 JobFolder = Annotated[

@@ -16,6 +16,7 @@ from quantkit.commands.generate_setup import Setup, cache_rows, prompt_ids, ran_
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.request import Completion, Delta, Tally
+from quantkit.runtime.spread import told
 from quantkit.settings import GenerateSettings
 
 
@@ -99,10 +100,10 @@ def run(
         return delta if on_text(delta.text) else delta.ending()
 
     request = setup.request(prompt_ids(settings, setup.tokenizer), (show,))
-    generator = setup.load()
+    generator = setup.load(len(request.ids) + request.max_new_tokens + setup.draft_tokens)
     generator.warm_up(request)
     load_seconds = time.perf_counter() - start
-    for note in setup.checkpoint.notes:
+    for note in filter(None, (*setup.checkpoint.notes, told(generator.model.devices))):
         progress.say(note)
     beyond = len(request.ids) + request.max_new_tokens - setup.checkpoint.model_config.context
     if beyond > 0:

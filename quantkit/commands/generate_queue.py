@@ -5,6 +5,7 @@ it leaves out is as on the command line. Every line is read and checked before a
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from quantkit.runtime.placement import Placement
 from quantkit.runtime.prefix_cache import PrefixCache
 from quantkit.runtime.request import Request
 from quantkit.runtime.scheduler import Limits, Scheduler, Served
+from quantkit.runtime.spread import told
 from quantkit.settings import GenerateSettings
 
 NUMBER = (int, float)
@@ -159,17 +161,17 @@ def run(
         None if settings.latency_ms is None else settings.latency_ms / 1000,
     )
     lines = _lines(setup)
-    generator = setup.load()
+    generator = setup.load(max(_positions(line.request) for line in lines))
     model = generator.model
     plan = setup.plan
     positions, most = _fit(setup, generator, lines)
-    pool = plan.pool(model.config, positions, model.dtype, model.device, most)
+    pool = plan.pool(model.config, positions, model.dtype, model.device, most, model.devices)
     prefixes = PrefixCache(pool, model.config) if settings.share_prefixes else None
     scheduler = Scheduler(generator, pool, replace(limits, most_running=most), prefixes)
     names = {scheduler.add(line.request): line.name for line in lines}
     generator.warm_up(lines[0].request)
     load_seconds = time.perf_counter() - start
-    for note in setup.checkpoint.notes:
+    for note in filter(None, (*setup.checkpoint.notes, told(model.devices))):
         progress.say(note)
     start = time.perf_counter()
     with progress.task("requests", total=len(lines)) as task:
@@ -197,12 +199,15 @@ def _fit(setup: Setup, generator: Generator, lines: list[Line]) -> tuple[int, in
     pages = sorted((-(-plan.held(_positions(line.request)) // PAGE) for line in lines), reverse=True)
     wanted = sum(pages if settings.share_prefixes else pages[: settings.batch])
     in_host_memory = plan.resident > 0 or model.device.type == "cpu"
-    free = free_bytes("cpu" if in_host_memory else model.device)
+    free = free_bytes("cpu") if in_host_memory else _free_beside(model)
     if free is not None and plan.tokens is None:
         free //= setup.ranks.size if in_host_memory else 1  # which the processes of a machine have in common
         page = _page_bytes(model, plan.kv)
         room = int(settings.cache_fraction * free)
         drafts = _draft_bytes(generator, lines, "cpu" if in_host_memory else model.device.type)
+        if not in_host_memory:  # they are on the first device, with these layers of the model
+            alone = len(model.devices) / max(1, model.devices.count(model.embedding.weight.device))
+            drafts = [int(alone * size) for size in drafts]
         while drafts and most > 1 and room < sum(drafts[:most]) + page * sum(pages[:most]):
             most -= 1
         wanted = min(wanted, (room - sum(drafts[:most])) // page)
@@ -220,6 +225,13 @@ def _fit(setup: Setup, generator: Generator, lines: list[Line]) -> tuple[int, in
 
 def _positions(request: Request) -> int:
     return len(request.ids) + request.max_new_tokens
+
+
+def _free_beside(model: Model) -> int | None:
+    """Free memory for a cache of all layers: that of the device which has the least for each layer it holds."""
+    layers, held = len(model.devices), Counter(model.devices)
+    found = [(free_bytes(device), count) for device, count in held.items()]
+    return min((free * layers // count for free, count in found if free is not None), default=None)
 
 
 def _page_bytes(model: Model, form: str | None) -> int:

@@ -19,6 +19,7 @@ from quantkit.runtime.placement import Placement
 from quantkit.runtime.ranks import Ranks
 from quantkit.runtime.request import Callback, Request, check
 from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.spread import devices_of
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import GenerateSettings
 
@@ -101,10 +102,13 @@ class Setup:
         """Tokens guessed at a time at most."""
         return 0 if self.settings.draft is None else self.settings.draft_tokens
 
-    def load(self) -> Generator:
-        """Reads the weights, those of the draft too, which every process holds whole."""
+    def load(self, positions: int = 0) -> Generator:
+        """Reads the weights, those of the draft too, which every process holds whole. `positions` of cache will be
+        needed at least, where layers are to find their places on several devices."""
         merged = self.adapters if self.settings.merge_lora else ()
-        model = load_model(self.checkpoint, self.placement.device, self.placement.dtype, merged, self.ranks)
+        config, dtype = self.checkpoint.model_config, self.placement.dtype
+        cache = self.plan.layer_bytes(config, positions, dtype)
+        model = load_model(self.checkpoint, self.placement.device, dtype, merged, self.ranks, cache)
         return Generator(model, self.tokenizer, self.plan, self._load_draft())
 
     def _load_draft(self) -> Draft | None:
@@ -112,7 +116,7 @@ class Setup:
             return None
         if self.draft is None:
             return NgramDraft(self.settings.draft_tokens)
-        model = load_model(self.draft, self.placement.device, self.placement.dtype)
+        model = load_model(self.draft, devices_of(self.placement.device)[0], self.placement.dtype)
         return ModelDraft(model, self.settings.draft_tokens)
 
 

@@ -36,12 +36,19 @@ class Block:
         """`[b, s, hidden]` float32 → the same.
 
         `observe` gets what went through each stage just after its linears ran: all tokens, or those that were routed
-        to an expert. It is not called for an expert that no token reached.
+        to an expert. It is not called for an expert that no token reached. States that come from another device move
+        to that of the block.
         """
+        hidden, rotary = hidden.to(self.device), rotary.to(self.device)
         attended = self.attention(self.before_attention(hidden), rotary, cache, observe)
         hidden = hidden + (self.after_attention(attended) if self.after_attention else attended)
         fed = self.mlp(self.before_mlp(hidden), observe)
         return hidden + (self.after_mlp(fed) if self.after_mlp else fed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.before_attention.weight.device
 
     @property
     def linears(self) -> dict[str, Linear]:

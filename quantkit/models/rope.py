@@ -181,6 +181,12 @@ class Rotary:
             tables[rope] = (angles.cos() * rope.table_factor, angles.sin() * rope.table_factor)
         return cls(tables)
 
+    def to(self, device: torch.device) -> "Rotary":
+        """The same on another device; itself where it is there."""
+        if all(cos.device == device for cos, _ in self.tables.values()):
+            return self
+        return Rotary({rope: (cos.to(device), sin.to(device)) for rope, (cos, sin) in self.tables.items()})
+
     def turn(self, rope: Rope, x: Tensor) -> Tensor:
         """Heads `[rows, heads, s, head_dim]` rotated, in float32; elements from `rope.dim` on are left as they are."""
         cos, sin = (table[:, None] for table in self.tables[rope])

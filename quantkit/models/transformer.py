@@ -95,12 +95,16 @@ class Model:
         architecture: Architecture,
         dtype: torch.dtype,
         device: Device = "cpu",
+        places: Sequence[str] = (),
     ) -> "Model":
-        """Reads every tensor once and keeps each weight in one form only: quantized as stored, dense in `dtype`."""
+        """Reads every tensor once and keeps each weight in one form only: quantized as stored, dense in `dtype`.
+
+        places  the device of each layer where that is not `device`, which keeps embedding and head
+        """
         embedding, head = _load_ends(source, config, architecture, dtype, device)
         blocks = []
         for index in range(config.num_layers):
-            blocks.append(load_block(source, config, architecture, index, dtype, device))
+            blocks.append(load_block(source, config, architecture, index, dtype, places[index] if places else device))
             for linear in blocks[-1].linears.values():
                 linear.settle()
         return cls(config, architecture, dtype, torch.device(device), embedding, tuple(blocks), head)
@@ -170,15 +174,23 @@ class Model:
             positions = torch.arange(ids.shape[1])[None]
         rotary = Rotary.at(self.config.ropes, positions.to(self.device), lengths)
         for block in self.blocks:
+            rotary = rotary.to(block.device)
             hidden = block.forward(hidden, rotary, cache)
         if cache is not None:
             cache.advance()
-        return hidden
+        return hidden.to(self.device)
 
     def must_restart(self, cached: int, length: int) -> bool:
         """Whether a cache of `cached` positions is of no use once the text has `length`: empty it and read the whole
         text again. Only Phi-3 with LongRoPE asks for it, at the one step that leaves the short factors behind."""
         return any(rope.restarts(cached, length) for rope in set(self.config.ropes))
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where each layer is."""
+        if isinstance(self.blocks, StreamedBlocks):
+            return (self.device,) * self.config.num_layers
+        return tuple(block.device for block in self.blocks)
 
     @property
     def linears(self) -> dict[str, Linear]:

@@ -14,7 +14,7 @@ from quantkit.errors import RequestError, UsageError
 from quantkit.memory import PREFILL_TOKENS
 from quantkit.models.transformer import Model
 from quantkit.runtime.cache_format import cache_format
-from quantkit.runtime.page_pool import CacheShape, PagePool
+from quantkit.runtime.page_pool import CacheShape, PagePool, resident_pages
 from quantkit.runtime.page_store import PAGE
 
 
@@ -91,17 +91,31 @@ class CachePlan:
         form = cache_format(self.kv, model.config.head_dim, model.dtype).name
         return f"{form}, {self.resident} resident" if self.resident else form
 
+    def layer_bytes(self, config: CacheShape, positions: int, dtype: torch.dtype) -> int:
+        """What one layer keeps on its device for a text of so many positions."""
+        held = _whole(self.tokens or self.held(positions))
+        if self.resident:
+            held = min(held, PAGE * resident_pages(self.resident))
+        return held * config.num_kv_heads * cache_format(self.kv, config.head_dim, dtype).row_bytes
+
     def pool_of(self, model: Model, lengths: Sequence[int]) -> PagePool:
         """A pool for texts of these lengths, which run at once. Raises as `pool` does."""
         positions = sum(map(_whole, lengths))
-        return self.pool(model.config, positions, model.dtype, model.device, len(lengths))
+        return self.pool(model.config, positions, model.dtype, model.device, len(lengths), model.devices)
 
     def pool(
-        self, config: CacheShape, positions: int, dtype: torch.dtype, device: str | torch.device, sequences: int = 1
+        self,
+        config: CacheShape,
+        positions: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        sequences: int = 1,
+        devices: Sequence[torch.device] = (),
     ) -> PagePool:
         """A pool of the size that was asked for, or of `positions`; `sequences` run in it at once.
 
-        dtype  that of the multiplications
+        dtype    that of the multiplications
+        devices  where each layer is; `device` for all where none are given
 
         Raises RequestError where there is no memory for it, UsageError for a format that there is not.
         """
@@ -114,6 +128,7 @@ class CachePlan:
             sequences=sequences,
             window=self.window,
             sinks=self.sinks,
+            devices=devices,
         )
 
 

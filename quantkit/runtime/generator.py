@@ -94,7 +94,8 @@ class Generator:
 
     def _start(self, request: Request) -> Running:
         capacity = self.admit(request)
-        pool = self.cache.pool(self.model.config, capacity, self.model.dtype, self.model.device)
+        model = self.model
+        pool = self.cache.pool(model.config, capacity, model.dtype, model.device, devices=model.devices)
         drafting = self.drafting(len(request.ids) + request.max_new_tokens)
         return Running(Answer(request, self.tokenizer), CacheSequence(pool, capacity), drafting)
 

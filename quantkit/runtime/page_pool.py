@@ -95,6 +95,7 @@ class PagePool:
 
     resident   positions of each sequence that stay on the device beside its first page; 0 for all, without a host tier
     sequences  how many run at once, for the size of the device tier of a resident window
+    devices    where the pages of each layer are kept, beside its weights; `device` for all where none are given
     window     positions that a query sees in any layer, its own included, beside the first `sinks`; None for all
     """
 
@@ -109,6 +110,7 @@ class PagePool:
         sequences: int = 1,
         window: int | None = None,
         sinks: int = 0,
+        devices: Many[torch.device] = (),
     ) -> None:
         """Raises RequestError where there is no memory for it."""
         self.form = form
@@ -118,10 +120,13 @@ class PagePool:
         self.sinks = sinks
         self.pages_streamed = 0
         self.kept: OrderedDict[str, Kept] = OrderedDict()
-        sizes = (config.num_layers, config.num_kv_heads)
+        self.devices = tuple(devices) or (self.device,) * config.num_layers
         held = min(pages, sequences * resident_pages(resident)) if resident else pages
-        self._device = PageStore(*sizes, held, form, self.device)
-        self._host = PageStore(*sizes, pages, form, "cpu", self.device.type == "cuda") if resident else None
+        self._device = PageStore(config.num_kv_heads, held, form, self.devices)
+        self._host = None
+        if resident:
+            host = (torch.device("cpu"),) * config.num_layers
+            self._host = PageStore(config.num_kv_heads, pages, form, host, self.device.type == "cuda")
 
     @property
     def capacity(self) -> int:
@@ -221,7 +226,7 @@ class PagePool:
         for span in spans:
             keys, values = span.tier.get(layer, span.start, span.length)
             if span.tier is self._host:
-                keys, values = keys.to(self.device), values.to(self.device)
+                keys, values = keys.to(self.devices[layer]), values.to(self.devices[layer])
                 self.pages_streamed += -(-(span.start % PAGE + span.length) // PAGE)
             parts.append((keys, values))
         if len(parts) > 1:

@@ -4,6 +4,9 @@ A page is 256 positions of one sequence in all layers. Pages of a head lie side 
 neighbours in memory are read as one stretch, without a copy.
 """
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
 
 from quantkit.errors import RequestError
@@ -12,26 +15,25 @@ from quantkit.runtime.cache_format import CacheFormat, Rows, Side
 
 
 class PageStore:
-    """`pages` pages on `device`. Positions are counted through all pages: row r of page p is 256 p + r.
+    """`pages` pages, those of each layer on its own of `devices`. Positions are counted through all pages: row r of
+    page p is 256 p + r.
 
     Raises RequestError where there is no memory for it.
     """
 
     def __init__(
         self,
-        layers: int,
         kv_heads: int,
         pages: int,
         form: CacheFormat,
-        device: str | torch.device,
+        devices: Sequence[torch.device],
         pinned: bool = False,
     ) -> None:
         self.pages = pages
-        self.device = torch.device(device)
-        self.size_bytes = layers * kv_heads * pages * PAGE * form.row_bytes
+        self.size_bytes = len(devices) * kv_heads * pages * PAGE * form.row_bytes
         try:
             self._keys, self._values = (
-                _empty(side, (layers, kv_heads, pages * PAGE), self.device, pinned) for side in (form.keys, form.values)
+                _empty(side, (kv_heads, pages * PAGE), devices, pinned) for side in (form.keys, form.values)
             )
         except (RuntimeError, TypeError) as error:  # TypeError: a number beyond 64 bits
             raise RequestError(
@@ -92,10 +94,15 @@ class PageStore:
         return free[0] if free else 0
 
 
-def _empty(side: Side, shape: tuple[int, int, int], device: torch.device, pinned: bool) -> list[Rows]:
-    """Rows of each layer, zeros: one that was never written shows."""
-    codes = torch.zeros(*shape, side.width, dtype=side.dtype, device=device, pin_memory=pinned)
-    if not side.groups:
-        return [Rows(layer, None) for layer in codes]
-    scales = torch.zeros(*shape, side.groups, dtype=torch.float16, device=device, pin_memory=pinned)
-    return [Rows(*layer) for layer in zip(codes, scales, strict=True)]
+def _empty(side: Side, shape: tuple[int, int], devices: Sequence[torch.device], pinned: bool) -> list[Rows]:
+    """Rows of each layer, zeros: one that was never written shows. Layers of one device lie in one piece."""
+    rows: list[Rows] = []
+    for device, layers in groupby(devices):
+        whole = (len(list(layers)), *shape)
+        codes = torch.zeros(*whole, side.width, dtype=side.dtype, device=device, pin_memory=pinned)
+        if side.groups:
+            scales = torch.zeros(*whole, side.groups, dtype=torch.float16, device=device, pin_memory=pinned)
+            rows += [Rows(*layer) for layer in zip(codes, scales, strict=True)]
+        else:
+            rows += [Rows(layer, None) for layer in codes]
+    return rows

@@ -12,7 +12,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`backend` computes the quantized linears, for the reason given; `dtype` is that of all other multiplications."""
+    """`device` may be several, `cuda:0,cuda:1`; see `spread`. `backend` computes the quantized linears, for the reason
+    given; `dtype` is that of all other multiplications."""
 
     device: str
     dtype: torch.dtype
@@ -27,10 +28,11 @@ class Placement:
         """
         if dtype != "auto" and dtype not in DTYPES:
             raise UsageError(f"unknown dtype `{dtype}`", hint=f"--dtype auto, {', '.join(DTYPES)}")
-        chosen = kernels.backend(device)
+        first = device.split(",")[0]
+        chosen = kernels.backend(first)
         if device == "auto":
             device = "cuda" if chosen.name == "cuda" else "cpu"
-        usual = torch.float32 if device == "cpu" else torch.float16
+        usual = torch.float32 if first == "cpu" or device == "cpu" else torch.float16
         return cls(device, DTYPES.get(dtype, usual), chosen.name, chosen.reason)
 
     @property

@@ -7,7 +7,7 @@ from quantkit.runtime.page_store import PAGE, PageStore
 
 
 def make_store(pages: int = 8, name: str | None = "k8v4") -> PageStore:
-    return PageStore(2, 3, pages, cache_format(name, 64, torch.float32), "cpu")
+    return PageStore(3, pages, cache_format(name, 64, torch.float32), [torch.device("cpu")] * 2)
 
 
 def test_pages_are_neighbours_where_there_is_room():
