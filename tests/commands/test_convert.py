@@ -198,7 +198,7 @@ def test_hints_of_the_disk_name_what_convert_has(code: int, tmp_path, monkeypatc
 def test_a_place_that_cannot_be_is_named_before_a_measurement(tmp_path) -> None:
     source = tiny_gptq.write_model(tmp_path / "model")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="`.*/file` cannot be made: File exists") as caught:
+    with pytest.raises(CheckpointError, match=r"`.*/file` cannot be made: File exists") as caught:
         convert.convert("gptq-to-exl2", source, tmp_path / "file" / "out", bpw=5.0, evaluate=False, progress=Silent())
     assert caught.value.hint == "choose another place as OUT"
 

@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_nothing(full: OSError, tmp_path: Path, monkeypatch) 
         write(self, *arguments)
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", fills)
-    with pytest.raises(CheckpointError, match="cannot be written: (No space left|the disk takes no more)") as caught:
+    with pytest.raises(CheckpointError, match=r"cannot be written: (No space left|the disk takes no more)") as caught:
         convert("hf-to-gguf", source, tmp_path / "m.gguf")
     assert "free some space" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

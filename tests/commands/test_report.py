@@ -106,7 +106,7 @@ def test_the_command_it_names_makes_the_same_model(made, tmp_path, monkeypatch):
 
 
 def test_each_model_is_read_once(made, tmp_path, monkeypatch):
-    folder, arguments, _ = made
+    _, arguments, _ = made
     read, real = [], runtime_load.check_contents
 
     def counted(checkpoint, *others):
