@@ -21,11 +21,12 @@ ASKED = {"peak_memory_bytes": 1.15, "result_bytes": 1.02, "job_bytes": 1.02, "se
 """The factor between what was said and what happened that is still good."""
 
 
-def size(folder: Path) -> int:
+def taken_by(folder: Path) -> int:
+    """Of the disk, in bytes."""
     total = 0
     for path in folder.rglob("*"):
         try:
-            total += path.stat().st_size if path.is_file() else 0
+            total += 512 * path.stat().st_blocks if path.is_file() else 0  # a file with a hole takes less than its size
         except FileNotFoundError:  # it has gone in the meantime
             continue
     return total
@@ -50,11 +51,11 @@ def happen(model: str, out: Path, options: list[str]) -> dict[str, float]:
         subprocess.Popen(command(model, out, options), stdout=said, stderr=subprocess.DEVNULL) as process,
     ):
         while process.poll() is None:
-            largest = max(largest, size(job))
+            largest = max(largest, taken_by(job))
             time.sleep(0.02)
         said.seek(0)
         report = json.loads(said.read())
-    return {**report, "result_bytes": size(out), "job_bytes": largest}
+    return {**report, "result_bytes": taken_by(out), "job_bytes": largest}
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """`quantkit quantize --dry-run`: the plan, and what it would take of time, memory and disk. Nothing is left behind."""
 
 import re
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ class Outlook:
 def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
     """Raises what `quantize.run` raises before work, CheckpointError where the disk would not do, and CalibrationError
     where the memory would not."""
+    start = time.monotonic(), time.process_time()
     check_format(settings)
     effort = choose_effort(settings)
     hessian_dtype = choose_hessian_dtype(settings.hessian_dtype)
@@ -109,7 +111,10 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
     require_space(needs, out, job_place(settings.job, out, checkpoint.path))
     require_finite(checkpoint, progress)
     candidates = max((len(linear.candidates) for linear in expected.linears), default=0) if expected else 0
+    before = time.monotonic() - start[0], time.process_time() - start[1]  # the real run does all of it, too
     rehearsal = rehearse(job, progress, weighs=weighs, solves=1 + candidates)
+    seconds, cpu_seconds = rehearsal.seconds + before[0], rehearsal.cpu_seconds + before[1]
+    rehearsal = replace(rehearsal, seconds=seconds, cpu_seconds=cpu_seconds)
     memory = machine_memory()
     require_memory(rehearsal, memory)
     return Outlook(
