@@ -27,7 +27,8 @@ IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(7))
 
 
 def quantize(model: Path, out: Path, **options) -> QuantizeReport:
-    settings = {"group_size": 32, "samples": 8, "length": 64, "evaluate": False, **options}
+    group = {} if options.get("format") == "exl2" else {"group_size": 32}
+    settings = {**group, "samples": 8, "length": 64, "evaluate": False, **options}
     return run(QuantizeSettings(str(model), out, **settings), Silent())
 
 
@@ -162,12 +163,14 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
-def test_the_same_seed_gives_the_same_bytes(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"act_order": True}, {"format": "exl2", "bpw": 5.0}], ids=str)
+def test_the_same_seed_gives_the_same_bytes(options: dict, model: Path, tmp_path: Path) -> None:
+    """Whatever the number of threads."""
     threads = torch.get_num_threads()
     try:
         for name, seed, count in (("a", 3, 1), ("b", 3, 2), ("c", 4, 1)):
             torch.set_num_threads(count)
-            quantize(model, tmp_path / name, seed=seed)
+            quantize(model, tmp_path / name, seed=seed, **options)
     finally:
         torch.set_num_threads(threads)
     a, b, c = (bytes_of(tmp_path / name) for name in "abc")
