@@ -99,7 +99,7 @@ def factor(
     mean = float(diagonal[live].double().mean())
     flipped = hessian.view_as(hessian).detach() if last else hessian.clone()
     if last:
-        hessian.set_()  # one name for the memory is left; `resize_` would not give it up
+        hessian.set_(torch.UntypedStorage(0, device=hessian.device))  # `resize_` would not give its memory up
     _permute(flipped, order.flip(0))
     squares = _squares(flipped)
     for step in DAMPING_STEPS:
