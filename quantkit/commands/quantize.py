@@ -118,8 +118,9 @@ def run(
             found = finished_before(writer.path, made, facts, overwrite=settings.overwrite, progress=progress)
             if found is not None and not settings.restart:
                 left = kept.facts == facts
-                judged = unseen is not None and (left or settings.judged)
-                damage = _measure(subject, settings.out, unseen, progress) if judged else None
+                damage = None
+                if unseen is not None and (left or settings.judged):
+                    damage = _measure(subject, settings.out, unseen, progress)
                 if left:
                     kept.complete()
                 known = _known(settings, effort, subject, found.size_bytes, hessian_dtype, progress)
@@ -176,7 +177,7 @@ def _known(
     """What the report of a result that was made before would say, as far as that is known."""
     recipe = known_recipe(settings, subject, progress)
     own = {name: getattr(settings, name) for name in EXL2_OPTIONS} if recipe is None else recipe.settings()
-    plan = recipe and prepare(subject, recipe, strict=False, hessian_dtype=hessian_dtype).plan
+    plan = None if recipe is None else prepare(subject, recipe, strict=False, hessian_dtype=hessian_dtype).plan
     return known_afterwards(
         settings.format if recipe is None else recipe.name,
         effort.name,

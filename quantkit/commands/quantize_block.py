@@ -131,7 +131,8 @@ def solve_stage(
             outputs = _outputs(names, covariances)
             if apart and len(names) == 1 and found is not None and codec.columns_alone:
                 linear = linears[names[0]]
-                solutions = [solve_in_parts(linear.columns, linear.out_features, found, codec, outputs and outputs[0])]
+                chunks = outputs[0] if outputs else None
+                solutions = [solve_in_parts(linear.columns, linear.out_features, found, codec, chunks)]
             else:  # weights without a name here: they are in memory no longer than they are solved
                 solutions = solve_together([linears[name].weight() for name in names], found, codec, outputs)
         for name, solution in zip(names, solutions, strict=True):
