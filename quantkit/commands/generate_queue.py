@@ -306,7 +306,7 @@ def _value(key: str, value: Any, types: type | tuple[type, ...]) -> Any:
     if isinstance(value, bool) != (types is bool) or not isinstance(value, types):
         expected = "true or false" if types is bool else "a whole number" if types is int else "a number"
         raise RequestError(f"`{key}` is {value!r}, expected {expected}", hint=f"correct `{key}`")
-    if abs(value) > LARGEST:
+    if isinstance(value, int | float) and abs(value) > LARGEST:
         raise RequestError(f"`{key}` is a number beyond 2^63", hint=f"correct `{key}`")
     return value
 
