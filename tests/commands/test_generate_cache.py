@@ -12,7 +12,7 @@ from quantkit.progress import Silent
 from quantkit.settings import GenerateSettings
 
 LONG = "the end of the story and the beginning of another one in the sea " * 24
-ROW = {"fp32": 128, "fp16": 64, "int8": 36, "k8v4": 28, "q4_0": 20}  # key and value of a head of 16 numbers
+ROW = {"fp32": 128, "fp16": 64, "int8": 38, "k8v4": 28, "q4_0": 20}  # key and value of a head of 16 numbers
 
 
 @pytest.fixture(scope="module")
