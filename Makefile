@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 DEMO   := .cache/demo
 ONE_THREAD := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 
-.PHONY: setup peers demo test proof lint bench bench-quality docs clean
+.PHONY: setup peers demo test proof lint bench bench-cpu bench-quality docs clean
 
 setup: $(VENV)/.ready  ## a virtual environment with quantkit, its tests and the versions of constraints.txt
 
@@ -36,6 +36,9 @@ lint: setup  ## ruff on the tree, mypy on an installed copy (its finder does not
 
 bench: setup  ## speed of this machine's kernels as ratios in one run
 	$(BIN)/python docs/bench/kernels.py
+
+bench-cpu: setup peers  ## decode and prefill beside llama.cpp and transformers: make bench-cpu MODELS="q4=FOLDER q4_0=FILE.gguf" DENSE="bf16=FOLDER"
+	$(BIN)/python docs/bench/cpu.py $(MODELS) --dense $(DENSE) --llama .venv-peers/bin/python
 
 bench-quality: setup  ## each rung of the quality ladder on the real model: make bench-quality TEXT=c4.txt EVALUATION=wikitext-2-test.parquet
 	MODEL=$$($(BIN)/python tests/smollm2.py) && $(ONE_THREAD) $(BIN)/python docs/bench/quality.py ladder $$MODEL $(TEXT) $(EVALUATION)
