@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.reader import open_checkpoint
@@ -75,7 +76,8 @@ def compare_caches(settings: CompareSettings, formats: Sequence[str], progress: 
     judged = open_checkpoint(settings.candidate or settings.reference)
     for name in formats:
         cache_format(name, judged.model_config.head_dim, placement.dtype)
-    models, reports = KeptModels(judged.path), []
+    saved = Path(settings.reference).is_file()
+    models, reports = KeptModels(judged.path if saved else open_checkpoint(settings.reference).path), []
     for name in formats:
         progress.say(f"cache {name}")
         report = evaluate.compare(replace(settings, kv=name), progress, models.load)

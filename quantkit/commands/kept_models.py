@@ -10,7 +10,7 @@ from quantkit.runtime.load import load_model
 
 
 class KeptModels:
-    """The reference stays; a candidate makes room for the next one, of which it knows nothing before."""
+    """The reference stays; a candidate makes room for the next one."""
 
     def __init__(self, reference: Path) -> None:
         self._reference = reference
