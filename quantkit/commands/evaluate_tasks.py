@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantkit.calibration.dataset import read_rows
 from quantkit.calibration.json_lines import decode, parse_line
@@ -96,6 +96,19 @@ class TasksReport:
         }
 
 
+class Items(NamedTuple):
+    """Rows of one task as they were found, and where each was; None for rows of a data set, which are counted."""
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    places: Sequence[str] | None
+
+    def task(self, renames: Mapping[str, str], languages: Languages | None) -> Task:
+        """Raises CalibrationError as `make_task` does."""
+        renamed = [{renames.get(key, key): value for key, value in row.items()} for row in self.rows]
+        return make_task(self.name, renamed, languages, self.places)
+
+
 def run(settings: TasksSettings, progress: Progress) -> TasksReport:
     """Ask a model. Everything about the tasks that can be refused is refused before its weights are read.
 
@@ -108,7 +121,10 @@ def run(settings: TasksSettings, progress: Progress) -> TasksReport:
     checkpoint = open_checkpoint(settings.model)
     tokenizer = Tokenizer.open(checkpoint.path)
     _refuse_idle_split(settings)
-    tasks = [_read(name, settings).take(settings.limit, settings.shots) for name in settings.tasks]
+    languages, renames = _languages(settings), dict(map(_renaming, settings.fields))
+    found = [_read(name, settings) for name in settings.tasks]
+    _refuse_idle_fields(renames, found)
+    tasks = [items.task(renames, languages).take(settings.limit, settings.shots) for items in found]
     if settings.metrics and not any(task.kind == "answer" for task in tasks):
         kinds = ", ".join(dict.fromkeys(task.kind for task in tasks))
         raise UsageError(f"`--metric` scores written answers, and these tasks are {kinds}", hint="leave out `--metric`")
@@ -140,28 +156,30 @@ def _refuse_idle_split(settings: TasksSettings) -> None:
         raise UsageError("`--split` is of data sets of the hub, and all tasks are files", hint="leave out `--split`")
 
 
-def _read(name: str, settings: TasksSettings) -> Task:
-    languages = None
-    if settings.source is not None and settings.target is not None:
-        languages = Languages(settings.source, settings.target)
-    elif settings.source is not None or settings.target is not None:
-        raise UsageError("a translation needs `--source` and `--target`", hint="--source en --target de")
-    names = dict(_renaming(one) for one in settings.fields)
-    path = Path(name)
-    rows: Sequence[Mapping[str, Any]]
-    places = None
-    if _is_file(name):
-        items = read_items(path)
-        rows, places = list(items.values()), [f"line {number} of `{path}`" for number in items]
-    else:
-        wanted = None if settings.limit is None else settings.limit + settings.shots
-        rows = read_rows(name, settings.split, wanted)
-    if rows and (absent := sorted(name for name in names if not any(name in row for row in rows))):
+def _refuse_idle_fields(renames: Mapping[str, str], tasks: Sequence[Items]) -> None:
+    """A field may be that of one of several tasks."""
+    rows = [row for items in tasks for row in items.rows]
+    if rows and (absent := sorted(name for name in renames if not any(name in row for row in rows))):
+        names = ", ".join(f"`{items.name}`" for items in tasks)
         raise UsageError(
-            f"`--field` renames `{absent[0]}`, which no item of `{name}` has", hint=f"fields are {', '.join(rows[0])}"
+            f"`--field` renames `{absent[0]}`, which no item of {names} has", hint=f"fields are {', '.join(rows[0])}"
         )
-    renamed = [{names.get(key, key): value for key, value in row.items()} for row in rows]
-    return make_task(path.stem if path.exists() else name, renamed, languages, places)
+
+
+def _languages(settings: TasksSettings) -> Languages | None:
+    if settings.source is not None and settings.target is not None:
+        return Languages(settings.source, settings.target)
+    if settings.source is not None or settings.target is not None:
+        raise UsageError("a translation needs `--source` and `--target`", hint="--source en --target de")
+    return None
+
+
+def _read(name: str, settings: TasksSettings) -> Items:
+    if _is_file(name):
+        path, items = Path(name), read_items(Path(name))
+        return Items(path.stem, list(items.values()), [f"line {number} of `{path}`" for number in items])
+    wanted = None if settings.limit is None else settings.limit + settings.shots
+    return Items(name, read_rows(name, settings.split, wanted), None)
 
 
 def _renaming(text: str) -> tuple[str, str]:

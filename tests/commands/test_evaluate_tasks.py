@@ -50,6 +50,15 @@ def test_what_cannot_be_asked_is_named_by_its_line_before_any_weight_is_read(lin
     assert f"line 3 of `{file}`" in caught.value.message and message in caught.value.message and caught.value.hint
 
 
+def test_a_field_may_be_that_of_one_of_several_tasks(folder, tmp_path):
+    plain, renamed = tmp_path / "plain.jsonl", tmp_path / "renamed.jsonl"
+    plain.write_text(json.dumps(ITEM))
+    renamed.write_text(json.dumps({"question" if key == "query" else key: value for key, value in ITEM.items()}))
+    settings = TasksSettings(str(folder), (str(plain), str(renamed)), fields=("query=question",))
+    one, other = evaluate_tasks.run(settings, Silent()).results
+    assert one.items[0]["likelihoods"] == other.items[0]["likelihoods"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
