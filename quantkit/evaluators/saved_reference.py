@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.durable import write_file
+from quantkit.checkpoint.receipt import digest_of
 from quantkit.errors import CheckpointError
 from quantkit.evaluators.divergence import Divergence, Scores, compare_piece, pieces, top_ids, top_overlap
 from quantkit.models.transformer import Model
@@ -169,11 +170,7 @@ class SavedReference:
 def _digests(facts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """SHA-256 of the facts, and of each tensor with its dtype and shape."""
     found = {f"{DIGESTS}facts": sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()}
-    for name, tensor in tensors.items():
-        content = sha256(f"{tensor.dtype} {list(tensor.shape)}\0".encode())
-        content.update(tensor.contiguous().numpy().data.cast("B"))
-        found[f"{DIGESTS}{name}"] = content.hexdigest()
-    return found
+    return found | {f"{DIGESTS}{name}": digest_of(tensor) for name, tensor in tensors.items()}
 
 
 def entries_for(vocab: int) -> tuple[int, int]:

@@ -156,6 +156,8 @@ def damaged(path, change):
         lambda facts, tensors: tensors.update(windows=tensors["windows"].flatten()),
         lambda facts, tensors: tensors["range"].fill_(float("nan")),
         lambda facts, tensors: tensors["rest"].fill_(2),
+        lambda facts, tensors: tensors.update(rest=tensors["rest"].bfloat16()),
+        lambda facts, tensors: tensors.update(rest=tensors["rest"][:, :0].contiguous()),
         lambda facts, tensors: tensors["ids"].fill_(32767),
     ],
 )
