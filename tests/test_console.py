@@ -1,5 +1,6 @@
 """Streams that are closed, full, read by nobody or without the letters: results are whole or refused, never a traceback."""
 
+import io
 import json
 import os
 import subprocess
@@ -109,6 +110,17 @@ def test_a_word_wider_than_the_screen_is_folded_not_cut(
     console.print_table("path", ["", ""], [["x" * 100, "y" * 100]])
     shown = capsys.readouterr().out
     assert (shown.count("x"), shown.count("y")) == (100, 100)
+
+
+def test_a_bar_inside_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal, where bars are drawn: what is written is read back while the bar of its command is there."""
+    monkeypatch.setattr(console.err, "_force_terminal", True)
+    monkeypatch.setattr(console.err, "file", io.StringIO())
+    bars = console.Bars()
+    with bars.task("outer", 2) as outer, bars.task("inner", 1) as inner:
+        inner.advance()
+        outer.advance()
+    assert "\x1b[?25l" in console.err.file.getvalue(), "no bar was drawn"
 
 
 def test_an_error_is_one_line_and_its_hint_another(capsys: pytest.CaptureFixture[str]) -> None:
