@@ -62,7 +62,8 @@ def _too_little(layers: Sequence[int], ends: int, rooms: Sequence[Room], placed:
 def devices_of(device: str) -> tuple[str, ...]:
     """What words of the command line name: `cuda:0,cuda:1` two devices, `cuda` all that are visible.
 
-    Raises UsageError for devices of several kinds, BackendError for one that there is not.
+    Raises UsageError for devices of several kinds and for a GPU named twice, whose memory would count twice,
+    BackendError for one that there is not.
     """
     names = tuple(part.strip() for part in device.split(","))
     if len({name.split(":")[0] for name in names}) > 1:
@@ -70,9 +71,12 @@ def devices_of(device: str) -> tuple[str, ...]:
     visible = torch.cuda.device_count() if names[0].startswith("cuda") else 0
     if names == ("cuda",) and visible > 1:
         return tuple(f"cuda:{index}" for index in range(visible))
-    for name in names:
-        if visible and torch.device(name).index is not None and torch.device(name).index >= visible:
+    numbers = [name.partition(":")[2] for name in names] if visible else []
+    for name, number in zip(names, numbers, strict=False):
+        if number and not (number.isdecimal() and int(number) < visible):
             raise BackendError(f"there is no `{name}`, {visible} devices are visible", hint="--device cuda")
+    if len({int(number or 0) for number in numbers}) < len(numbers):
+        raise UsageError(f"`--device {device}` names a device twice", hint="--device cuda:0,cuda:1")
     return names
 
 

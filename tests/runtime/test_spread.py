@@ -1,5 +1,5 @@
-"""Layers on several devices. No machine of ours has two: `cpu` beside `meta`, where tensors have no numbers but may not
-be mixed with others, shows that states move; `cpu` twice that results stay."""
+"""Layers on several devices, without several GPUs: `cpu` beside `meta`, where tensors have no numbers but may not be
+mixed with others, shows that states move; `cpu` twice that results stay."""
 
 import pytest
 import tiny
@@ -72,8 +72,12 @@ def test_words_for_devices(monkeypatch):
     assert devices_of("cuda") == ("cuda:0", "cuda:1", "cuda:2") and devices_of("cuda:2") == ("cuda:2",)
     with pytest.raises(UsageError, match="several kinds"):
         devices_of("cpu,cuda:0")
-    with pytest.raises(BackendError, match="no `cuda:3`, 3 devices"):
-        devices_of("cuda:0,cuda:3")
+    for absent in ("cuda:3", "cuda:x", "cuda:-1"):
+        with pytest.raises(BackendError, match=f"no `{absent}`, 3 devices"):
+            devices_of(f"cuda:0,{absent}")
+    for twice in ("cuda:1,cuda:1", "cuda,cuda:0", "cuda,cuda"):
+        with pytest.raises(UsageError, match="names a device twice"):
+            devices_of(twice)
     assert Placement.choose("cpu,cpu").dtype == torch.float32
 
 
