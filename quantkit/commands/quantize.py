@@ -114,6 +114,7 @@ def run(
         unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
         model = identify(checkpoint.original, kept.hints.get("model"), progress)
         facts = facts_of("quantize", settings, subject, model)
+        weights = in_form(model.weights, checkpoint)
         if made is not None:
             found = finished_before(writer.path, made, facts, overwrite=settings.overwrite, progress=progress)
             if found is not None and not settings.restart:
@@ -123,11 +124,10 @@ def run(
                     damage = _measure(subject, settings.out, unseen, progress)
                 if left:
                     kept.complete()
-                known = _known(settings, effort, subject, found.size_bytes, hessian_dtype, progress)
+                known = _known(settings, effort, subject, found.size_bytes, hessian_dtype, weights, progress)
                 return replace(found, out=settings.out, damage=damage, known=known)
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         gradients = cache(partial(backward, subject, kept, settings.seed, progress))
-        weights = in_form(model.weights, checkpoint)
         recipe = choose_recipe(settings, subject, kept, weights, gradients, progress)
         job = prepare(
             subject,
@@ -172,10 +172,11 @@ def _known(
     subject: Subject,
     size_bytes: int,
     hessian_dtype: torch.dtype,
+    weights: str,
     progress: Progress,
 ) -> dict[str, Any]:
     """What the report of a result that was made before would say, as far as that is known."""
-    recipe = known_recipe(settings, subject, progress)
+    recipe = known_recipe(settings, subject, progress, weights)
     own = {name: getattr(settings, name) for name in EXL2_OPTIONS} if recipe is None else recipe.settings()
     plan = None if recipe is None else prepare(subject, recipe, strict=False, hessian_dtype=hessian_dtype).plan
     return known_afterwards(

@@ -213,6 +213,15 @@ def test_a_plan_gives_the_bytes_of_its_budget(model: Path, measured: Path, tmp_p
     assert written[0] == written[1] == written[2]
 
 
+def test_a_finished_result_is_told_without_reading_the_model_once_more(
+    model: Path, measured: Path, tmp_path: Path, monkeypatch
+) -> None:
+    first = quantize(model, tmp_path / "out", bpw=5.0, measurement=measured).as_json()
+    monkeypatch.setattr(quantize_exl2, "fingerprint", lambda checkpoint: pytest.fail("its fingerprint is known"))
+    again = quantize(model, tmp_path / "out", bpw=5.0, measurement=measured).as_json()
+    assert again["finished_before"] and first.keys() == again.keys() and first["plan"] == again["plan"]
+
+
 def test_the_result_is_evaluated(model: Path, measured: Path, tmp_path: Path) -> None:
     report = quantize(model, tmp_path / "out", bpw=5.0, measurement=measured, evaluate=True)
     assert report.damage is not None and 0 < report.damage.kl_mean < 1
