@@ -80,7 +80,8 @@ def limited(
     hessian_bytes: int = SINGLE,
     alone: bool = False,
 ) -> Subject:
-    """The subject with the roomiest budget that stays below `limit` bytes.
+    """The subject with the roomiest budget that stays below `limit` bytes. Where that is not the default, the heap of
+    this process gives back what is freed at once from now on.
 
     measures       layouts are judged, each stage by a second Hessian
     hessian_bytes  of a number of a Hessian
