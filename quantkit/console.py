@@ -60,10 +60,10 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], *, text_c
     """A result for people, on stdout. The first columns are text, the others are right-aligned figures. A table whose
     words would be cut to fit the screen is laid on its side, or, where that is too wide too, row below row."""
     last = len(columns) - 1
-    turned = [[name, *(row[at + 1] for row in rows)] for at, name in enumerate(columns[1:])]
     table = _table(title, columns, rows, text_columns)
     if last > 1 and _least_width(columns, rows) > out.width:
         heads = [columns[0], *(row[0] for row in rows)]
+        turned = [[name, *(row[at + 1] for row in rows)] for at, name in enumerate(columns[1:])]
         if _least_width(heads, turned) <= out.width:
             table = _table(title, heads, turned, text_columns=len(heads))
         else:
