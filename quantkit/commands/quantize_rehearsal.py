@@ -62,9 +62,14 @@ def rehearse(
     solves  how often each linear is solved: once, or for each candidate of a measurement and once more
     walks   how often the text goes through the blocks, by default once, and once more where there is a measurement
     """
-    with progress.task("rehearse a block", total=4 + (job.plan.head is not None) + weighs) as task:
+    calibrated = len(job.subject.rows) > 0
+    parts = 4 + (job.plan.head is not None) + weighs if calibrated else 2
+    with progress.task("rehearse a block", total=parts) as task:
         spent, each, tokens = _walk(job, task, weighs, solves, walks)
-        backward = _backward(job.subject, each[1]) if weighs and tokens else torch.zeros(2)
+        backward = torch.zeros(2)
+        if weighs and calibrated:
+            backward = _backward(job.subject, each[1])
+            task.advance(note="gradients")
         peak = peak_memory() + _states_in_memory(job.subject, weighs)
         seconds, cpu_seconds = (spent + backward).tolist()
     return Rehearsal(seconds, cpu_seconds, float(each[0, 0]), float(backward[0]), peak, tokens)
@@ -83,6 +88,7 @@ def _walk(
     ends = _ends(job, block)
     if not len(subject.rows):
         solving = _timed(lambda: _keep(round_block(block, job.codecs)))
+        task.advance(note="is rounded")
         each = loading.spent + solving
         return config.num_layers * each + ends, torch.stack([each, loading.spent]), 0
     per_batch = max(1, subject.budget.walk_tokens // subject.rows.shape[1])

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import namedtuple
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,31 @@ def test_an_exl2_plan_is_guessed_before_it_is_measured(model: Path, tmp_path: Pa
     assert outlook.rehearsal.backward_seconds > 0 and outlook.plan.head is not None
     assert ["linears", "15 to quantize, 0 stay dense"] in outlook.rows()
     assert list(tmp_path.iterdir()) == []
+
+
+class Bars(Silent):
+    """What was done of how much, of each bar."""
+
+    def __init__(self) -> None:
+        self.done: dict[str, list[int]] = {}
+
+    @contextmanager
+    def task(self, label, total):
+        done = self.done[label] = [0, total]
+
+        class Task:
+            def advance(self, steps=1, *, note=""):
+                done[0] += steps
+
+        yield Task()
+
+
+@pytest.mark.parametrize("options", [{"effort": "nearest"}, {"effort": "fast"}, {"format": "exl2", "bpw": 4.5}], ids=str)
+def test_the_bar_of_a_rehearsal_comes_to_its_end(options: dict, model: Path, tmp_path: Path) -> None:
+    text, bars = {} if options.get("effort") == "nearest" else TEXT, Bars()
+    foresee(QuantizeSettings(str(model), tmp_path / "out", evaluate=False, **options, **text), bars)
+    done, total = bars.done["rehearse a block"]
+    assert done == total > 1
 
 
 def test_what_cannot_be_is_refused(model: Path, tmp_path: Path, monkeypatch) -> None:
