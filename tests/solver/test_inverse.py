@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantkit.errors import CalibrationError
-from quantkit.solver.inverse import BLOCK_COLUMNS, DAMPING_STEPS, cholesky, descending, factor
+from quantkit.solver.inverse import BLOCK_COLUMNS, DAMPING_STEPS, MOVED, Factor, cholesky, descending, factor
 
 
 def _hessian(features: int, tokens: int | None = None, seed: int = 0) -> torch.Tensor:
@@ -15,15 +15,21 @@ def _hessian(features: int, tokens: int | None = None, seed: int = 0) -> torch.T
     return x.T @ x / len(x)
 
 
-@pytest.mark.parametrize("features", [1, 7, BLOCK_COLUMNS, BLOCK_COLUMNS + 1, 3 * BLOCK_COLUMNS + 5])
-def test_the_damped_hessian_is_bt_d_b(features: int) -> None:
-    hessian = _hessian(features)
-    result = factor(hessian)
-    expected = hessian.double()[result.order][:, result.order] + result.ridge * torch.eye(features)
+def _require_factor(result: Factor, hessian: torch.Tensor) -> None:
+    """Its definition: the Hessian in the order of the factor, with its ridge, is Bᵀ D B."""
+    expected = hessian.double()[result.order][:, result.order] + result.ridge * torch.eye(len(hessian))
     lower = result.lower.double()
     product = lower.T @ (result.pivots.double()[:, None] * lower)
     assert (product - expected).abs().max() < 1e-5 * expected.diagonal().max()
-    assert torch.equal(lower, lower.tril()) and torch.equal(lower.diagonal(), torch.ones(features))
+    assert torch.equal(lower, lower.tril()) and torch.equal(lower.diagonal(), torch.ones(len(hessian)))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("features", [1, 7, BLOCK_COLUMNS, BLOCK_COLUMNS + 1, 3 * BLOCK_COLUMNS + 5, 2 * MOVED + 5])
+def test_the_damped_hessian_is_bt_d_b(features: int, last: bool) -> None:
+    hessian = _hessian(features)
+    result = factor(hessian.clone(), last=last)
+    _require_factor(result, hessian)
     assert result.ridge == pytest.approx(0.01 * float(hessian.diagonal().mean()), rel=1e-5)
     assert (result.damping, result.dead_inputs, result.fallback) == (0.01, 0, None)
 
@@ -82,13 +88,17 @@ def test_few_and_equal_rows_are_damped() -> None:
     assert torch.isfinite(result.lower).all() and (result.pivots > 0).all()
 
 
+@pytest.mark.parametrize("features", [BLOCK_COLUMNS, 3 * BLOCK_COLUMNS + 5])
 @pytest.mark.parametrize(("negative", "steps"), [(0.02, 3), (0.2, 30)])
-def test_damping_steps_up_until_it_holds(negative: float, steps: int) -> None:
-    basis = torch.linalg.qr(_hessian(64)).Q
-    values = torch.ones(64)
+def test_damping_steps_up_until_it_holds(negative: float, steps: int, features: int) -> None:
+    """Of several blocks the first have been overwritten when the factorisation fails."""
+    basis = torch.linalg.qr(_hessian(features)).Q
+    values = torch.ones(features)
     values[5] = -negative
     hessian = basis @ torch.diag(values) @ basis.T
-    result = factor((hessian + hessian.T) / 2)
+    hessian = (hessian + hessian.T) / 2
+    result = factor(hessian)
+    _require_factor(result, hessian)
     assert result.fallback is None and result.damping == pytest.approx(0.01 * steps)
     assert steps in DAMPING_STEPS
 
