@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit import heap
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.checkpoint.fingerprint import in_form
 from quantkit.checkpoint.reader import Checkpoint
@@ -66,7 +67,12 @@ def measure(model: str | Path, out: str | Path, *, progress: Progress | None = N
 
     report = quantkit.measure("models/llama", "llama.measurement.json", samples=64)
     """
-    return run(MeasureSettings(str(model), Path(out), **options), progress or Tqdm())
+    settings = MeasureSettings(str(model), Path(out), **options)
+    try:
+        return run(settings, progress or Tqdm())
+    finally:
+        if settings.max_memory is not None:
+            heap.settle()  # what else the caller's process does is under no limit
 
 
 def run(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit import heap
 from quantkit.checkpoint.fingerprint import in_form
 from quantkit.checkpoint.folder import RESULT_FILE
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
@@ -79,7 +80,12 @@ def quantize(
 
     report = quantkit.quantize("models/llama", "models/llama-gptq", bits=4, group_size=64)
     """
-    return run(QuantizeSettings(str(model), Path(out), **options), progress or Tqdm())
+    settings = QuantizeSettings(str(model), Path(out), **options)
+    try:
+        return run(settings, progress or Tqdm())
+    finally:
+        if settings.max_memory is not None:
+            heap.settle()  # what else the caller's process does is under no limit
 
 
 def run(

@@ -1,11 +1,14 @@
 """`--max-memory`: less is held at once, and the result stays the same, byte for byte."""
 
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny
 
+import quantkit
+from quantkit import heap
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import block_hessians, memory_limit, quantize_block
 from quantkit.commands.measure import run as measure
@@ -34,6 +37,18 @@ def least(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_heap_is_sparing_no_longer_than_the_limit_holds(tmp_path: Path, least: None, monkeypatch) -> None:
+    model, seen = tiny.write_model(tmp_path / "model", dtype="bfloat16"), []
+    for name in ("spare", "settle"):
+        monkeypatch.setattr(heap, name, partial(seen.append, name))
+    quantkit.quantize(model, tmp_path / "out", group_size=32, evaluate=False, max_memory=1 << 40, progress=Silent(), **TEXT)
+    assert seen == ["spare", "settle"]
+    with pytest.raises(CalibrationError):
+        quantkit.quantize(model, tmp_path / "less", group_size=32, evaluate=False, max_memory=1 << 20, progress=Silent(), **TEXT)
+    quantkit.quantize(model, tmp_path / "free", group_size=32, evaluate=False, progress=Silent(), **TEXT)
+    assert seen == ["spare", "settle", "settle"]
 
 
 @pytest.mark.parametrize("options", [{"group_size": 32}, {"format": "exl2", "bpw": 5.0}, {"group_size": 32, "act_order": True}])
