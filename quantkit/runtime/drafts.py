@@ -122,13 +122,14 @@ class _ModelDrafting:
     def _next(self, logits: Tensor, answer: Answer, ids: list[int]) -> Guess:
         """Drawn as the answer draws, so that the two agree as often as they can."""
         sampling = answer.sampling_after(ids)
+        text = torch.tensor(ids)
         try:
-            locate(self._draft.model, torch.tensor([ids]), partial(require_finite, logits))
+            locate(self._draft.model, text[None], partial(require_finite, logits))
         except GateError as error:
             raise GateError(
                 f"the draft model: {error.message}", hint="use another `--draft`, or leave it out"
             ) from error
-        chances = distribution(logits, torch.tensor(ids), sampling, answer.prompt_tokens)
+        chances = distribution(logits, text, sampling, answer.prompt_tokens)
         if sampling.greedy:
             return Guess(int(chances.argmax()))
         if len(chances) < self._vocab:
