@@ -107,7 +107,7 @@ def run(settings: CheckSettings, progress: Progress) -> CheckReport:
     faults, notes = list(found.faults), list(found.notes)
     has_config = bool(checkpoint.config)
     unknown = check_model.config_faults(checkpoint.config, where) if has_config else []
-    faults += [*unknown, *check_model.quantization_faults(checkpoint)]
+    faults += [*unknown, *check_model.quantization_faults(checkpoint, incomplete=found.incomplete)]
     zero_points: dict[str, tuple[int, int]] = {}
     if has_config and not unknown:
         contents = check_model.content_faults(checkpoint, incomplete=found.incomplete)

@@ -66,14 +66,19 @@ MARKS = {"gptq": ".qweight", "awq": ".qweight", "exl2": ".q_weight"}
 """The tensor that every linear of a method has."""
 
 
-def quantization_faults(checkpoint: Checkpoint) -> list[QuantkitError]:
+def quantization_faults(checkpoint: Checkpoint, *, incomplete: bool) -> list[QuantkitError]:
     """Settings of GPTQ that cannot be read, where there are GPTQ tensors to go with them; settings of a method that no
-    linear is stored in."""
+    linear is stored in.
+
+    incomplete  files are missing or damaged: their tensors may be all that the method has
+    """
     if checkpoint.quantization is None:
         return []
     method = str(checkpoint.quantization.get("quant_method", "gptq"))
     mark = MARKS.get(method)
     if mark is not None and not any(name.endswith(mark) for name in checkpoint.names()):
+        if incomplete:
+            return []
         return [
             FormatError(
                 f"`quantization_config` in `{checkpoint.path / 'config.json'}` says {method}, but no linear is stored "

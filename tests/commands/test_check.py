@@ -76,6 +76,13 @@ def gptq(gptq_original: Path, tmp_path: Path) -> Path:
 # Sound folders
 
 
+def test_weights_cut_short_are_not_told_as_settings_without_weights(gptq: Path) -> None:
+    file = gptq / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    (fault,) = [message for message in messages(gptq) if "tokenizer" not in message]
+    assert "is cut short" in fault
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_family_is_sound(family: str, tmp_path: Path) -> None:
     report = checked(tiny.write_model(tmp_path / "model", family, shards=3))
