@@ -149,14 +149,16 @@ class _Asked:
         parts = f"{self.prompt} prompt tokens and {self.new} new ones"
         if self.drafted and owner == "the cache":
             parts = f"{self.prompt} prompt tokens, {self.new} new and {self.drafted} guessed ones"
-        pages = f" ({_whole(needed) // PAGE} pages of {PAGE})" if owner == "the cache" else ""
+        count = _whole(needed) // PAGE
+        pages = f" ({count} page{'s' if count > 1 else ''} of {PAGE})" if owner == "the cache" else ""
         lacking = needed - limit
-        shorter = f"shorten the prompt by {lacking} tokens"
         room = self.new - lacking
-        ways = [f"`--max-new-tokens {room}`", larger, shorter] if room > 0 else [larger, shorter]
+        ways = [f"`--max-new-tokens {room}`", larger] if room > 0 else [larger]
+        if lacking < self.prompt:
+            alone = "" if room > 0 else ": the prompt alone does not fit"
+            ways.append(f"shorten the prompt by {lacking} tokens{alone}")
         return RequestError(
-            f"{parts} need {needed} positions{pages}, {owner} has {limit}: {lacking} too few",
-            hint=", or ".join(ways) if room > 0 else f"{larger}, or {shorter}: the prompt alone does not fit",
+            f"{parts} need {needed} positions{pages}, {owner} has {limit}: {lacking} too few", hint=", or ".join(ways)
         )
 
 

@@ -134,7 +134,7 @@ def test_what_fails_after_a_swallowed_interrupt_was_interrupted() -> None:
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == 130
-    assert done.stderr.startswith("error: interrupted\nhint: what is finished is kept") and "Recursion" not in done.stderr
+    assert done.stderr.startswith("error: interrupted\nhint: whatever is finished is kept") and "Recursion" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_going_on_is_promised_where_something_is_kept(line: str, kept: str | Non
 
     monkeypatch.setattr(quantkit.cli.app, "app", app)
     assert cli.run(line.split()) == 130
-    hint = "" if kept is None else f"hint: what is finished is kept; to go on: `{kept}`\n"
+    hint = "" if kept is None else f"hint: whatever is finished is kept; to go on: `{kept}`\n"
     assert capsys.readouterr().err == f"error: interrupted\n{hint}"
 
 

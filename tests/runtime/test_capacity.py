@@ -29,7 +29,7 @@ def test_shortfall_is_told_with_all_numbers_and_the_smallest_change():
     with pytest.raises(RequestError) as caught:
         CachePlan(tokens=128).admit(100, 64, context=2048)
     assert caught.value.message == (
-        "100 prompt tokens and 64 new ones need 164 positions (1 pages of 256), the cache has 128: 36 too few"
+        "100 prompt tokens and 64 new ones need 164 positions (1 page of 256), the cache has 128: 36 too few"
     )
     assert caught.value.hint == "`--max-new-tokens 28`, or `--cache-tokens 256`, or shorten the prompt by 36 tokens"
     small = CachePlan(tokens=128)
@@ -53,6 +53,12 @@ def test_prompt_that_fills_the_context_alone():
         "`--allow-beyond-context`, or shorten the prompt by 1976 tokens: the prompt alone does not fit"
     )
     assert CachePlan(beyond_context=True).admit(3000, 1024, context=2048) == 4024
+
+
+def test_no_prompt_can_be_shortened_to_nothing():
+    with pytest.raises(RequestError) as caught:
+        CachePlan(tokens=10).admit(31, 256, context=2048)
+    assert caught.value.hint == "`--cache-tokens 512`"
 
 
 def test_beyond_the_context_the_cache_still_has_to_be_large_enough():
