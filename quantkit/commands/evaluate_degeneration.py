@@ -8,7 +8,7 @@ from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands.evaluate import Loader
 from quantkit.errors import CheckpointError, GateError, RequestError
 from quantkit.evaluators.conversation import Frame, Prompt, bundled_prompts, most_positions
-from quantkit.evaluators.probe import LIMITS, FormatResult, Talk, mean, probe, talk_all, tells_alone
+from quantkit.evaluators.probe import LIMITS, TOKENS, FormatResult, Talk, mean, probe, talk_all, tells_alone
 from quantkit.progress import Progress
 from quantkit.runtime.cache_format import cache_format, require_distinct
 from quantkit.runtime.capacity import CachePlan
@@ -40,6 +40,12 @@ class DegenerationReport:
     def exit_code(self) -> int:
         """0 for a healthy model, else that of a failed check: what did not run was not shown to be healthy."""
         return 0 if self.verdict == "healthy" else GateError.exit_code
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and what limits the verdict."""
+        short = f"degeneration shows late: conversations of less than {TOKENS} tokens prove little"
+        return (*self.notes, *((short,) if self.tokens < TOKENS else ()))
 
     COLUMNS = (
         "cache",
@@ -92,7 +98,7 @@ class DegenerationReport:
                 f"{len(self.formats[0].talks)} of {self.tokens} tokens, greedy and sampled, seed {self.seed}",
             ],
             ["arithmetic", f"{self.placement.dtype_name} on {self.placement.device}, backend {self.placement.backend}"],
-            *(["note", note] for note in self.notes),
+            *(["note", note] for note in self.remarks),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -118,7 +124,7 @@ class DegenerationReport:
             },
             "formats": [_format_json(result) for result in self.formats],
             "prompts": [_talk_json(result.label, talk) for result in self.formats for talk in result.talks],
-            "notes": list(self.notes),
+            "notes": list(self.remarks),
         }
 
 

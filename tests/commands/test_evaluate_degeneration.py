@@ -22,3 +22,10 @@ def test_what_did_not_run_is_not_hidden_by_what_did(formats, verdict, code):
     assert (report.verdict, report.as_json()["verdict"], report.exit_code) == (verdict, verdict, code)
     said = [words for words in report.facts() if words[0].startswith("cache ")]
     assert len(said) == sum(one.verdict != "healthy" for one in formats)
+
+
+def test_short_conversations_are_called_so():
+    short, long = (DegenerationReport("model", None, (HEALTHY,), tokens, 0, Placement.choose("cpu", "fp32")) for tokens in (64, 400))
+    assert "less than 400 tokens prove little" in short.facts()[-1][1]
+    assert short.as_json()["notes"] == [short.facts()[-1][1]]
+    assert not long.as_json()["notes"]
