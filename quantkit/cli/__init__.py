@@ -111,13 +111,13 @@ def _hear_interrupts() -> Sequence[int]:
     return heard
 
 
-def _how_to_go_on(arguments: list[str]) -> str | None:
+def _how_to_go_on(arguments: list[str]) -> str:
     line = " ".join(arguments)
     kept = any(line.startswith(f"{command} ") for command in RESUMED)
     if kept and not any(line.startswith(command) and option in arguments for command, option in NOT_RESUMED):
         again = (argument for argument in arguments if argument != "--restart")
         return f"whatever is finished is kept; to go on: `quantkit {shlex.join(again)}`"
-    return None
+    return f"to begin again: `quantkit {shlex.join(arguments)}`"
 
 
 def _lacks_memory(error: Exception) -> bool:

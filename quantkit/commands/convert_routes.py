@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 EXACT, EXACT_OR_REFUSED, ROUNDED, REQUANTIZED = "exact", "exact or refused", "rounded", "re-quantized"
+UNLESS_BF16, UNLESS_TYPE = "exact, unless bf16", "exact, unless --type"
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +13,8 @@ class Route:
     name         as on the command line
     summary      what it does, one sentence
     kept         EXACT: every dequantized weight is equal, and that is asserted; EXACT_OR_REFUSED: the same, where the
-                 formats allow it; ROUNDED: each weight to the nearest that the target holds; REQUANTIZED: solved anew
+                 formats allow it; UNLESS_BF16 and UNLESS_TYPE: the same, unless another dtype or type is
+                 asked for; ROUNDED: each weight to the nearest that the target holds; REQUANTIZED: solved anew
     calibration  whether text is needed, in words
     options      the fields of `ConvertSettings` that it reads, besides those that every route reads
     home         `module:function` below `quantkit.commands`, of type (ConvertSettings, Progress) → report
@@ -55,8 +57,12 @@ ROUTES: tuple[Route, ...] = (
         ("bits", "group_size", "sym", "act_order", "data_free", *TEXT, "evaluate", *JOB),
         "unless --data-free",
     ),
-    Route("gptq-to-hf", "Dequantize a GPTQ model into a dense one.", EXACT, "convert_to_hf:gptq_to_hf", ("dtype",)),
-    Route("exl2-to-hf", "Dequantize an EXL2 model into a dense one.", EXACT, "convert_to_hf:exl2_to_hf", ("dtype",)),
+    Route(
+        "gptq-to-hf", "Dequantize a GPTQ model into a dense one.", UNLESS_BF16, "convert_to_hf:gptq_to_hf", ("dtype",)
+    ),
+    Route(
+        "exl2-to-hf", "Dequantize an EXL2 model into a dense one.", UNLESS_BF16, "convert_to_hf:exl2_to_hf", ("dtype",)
+    ),
     Route(
         "gptq-to-gptq-v2",
         "Store the zero points of a GPTQ model as they are, as format gptq_v2 has them.",
@@ -102,7 +108,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "gptq-to-gguf",
         "Write a GPTQ model as one GGUF file: exact unless a type is asked for whose grid is another.",
-        EXACT,
+        UNLESS_TYPE,
         "convert_to_gguf:gptq_to_gguf",
         ("type",),
     ),

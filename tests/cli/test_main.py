@@ -92,7 +92,7 @@ def test_interrupt_exits_with_130() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "error: interrupted\n"
+    assert done.stderr == "error: interrupted\nhint: to begin again: `quantkit doctor`\n"
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_going_on_is_promised_where_something_is_kept(line: str, kept: str | Non
 
     monkeypatch.setattr(quantkit.cli.app, "app", app)
     assert cli.run(line.split()) == 130
-    hint = "" if kept is None else f"hint: whatever is finished is kept; to go on: `{kept}`\n"
-    assert capsys.readouterr().err == f"error: interrupted\n{hint}"
+    hint = f"to begin again: `quantkit {line}`" if kept is None else f"whatever is finished is kept; to go on: `{kept}`"
+    assert capsys.readouterr().err == f"error: interrupted\nhint: {hint}\n"
 
 
 def test_a_reader_that_goes_away_leaves_no_words() -> None:
