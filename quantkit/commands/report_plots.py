@@ -49,16 +49,22 @@ class Axis:
         return self.start + (at - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """Round values inside the axis."""
-        if self.log:
-            decades = range(math.floor(self.low), math.ceil(self.high) + 1)
-            steps = (1, 2, 5) if self.high - self.low < 2.5 else (1,)
-            values = [step * 10.0**decade for decade in decades for step in steps]
-            return [value for value in values if self.low <= math.log10(value) <= self.high]
-        step = 10.0 ** math.floor(math.log10((self.high - self.low) / 4))
-        step = next(step * factor for factor in (1, 2, 5, 10) if (self.high - self.low) / (step * factor) <= 6)
-        first = math.ceil(self.low / step)
-        return [step * at for at in range(first, math.floor(self.high / step) + 1)]
+        """Round values inside the axis; at least two of them even where a logarithmic one spans no decade."""
+        if not self.log:
+            return _round_values(self.low, self.high)
+        decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+        steps = (1, 2, 5) if self.high - self.low < 2.5 else (1,)
+        values = [step * 10.0**decade for decade in decades for step in steps]
+        inside = [value for value in values if self.low <= math.log10(value) <= self.high]
+        return inside if len(inside) > 1 else _round_values(10.0**self.low, 10.0**self.high)
+
+
+def _round_values(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 by a power of ten, at most seven."""
+    step = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = next(step * factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 6)
+    first = math.ceil(low / step)
+    return [step * at for at in range(first, math.floor(high / step) + 1)]
 
 
 def scatter(
