@@ -46,7 +46,7 @@ def test_named_templates_belong_to_it(model: Path) -> None:
 def test_untouched_files_are_not_read_again(model: Path, monkeypatch) -> None:
     known = remembered(identify(open_checkpoint(model)))
     read = []
-    monkeypatch.setattr(identity, "fingerprint", lambda checkpoint: (read.append(1), fingerprint(checkpoint))[1])
+    monkeypatch.setattr(identity, "fingerprint", lambda *given: (read.append(1), fingerprint(*given))[1])
     assert identify(open_checkpoint(model), known).weights == known["weights"]
     assert read == []
     # Equal size and time of change, other content: the time of the file system's own entry tells.
