@@ -3,16 +3,27 @@
 import torch
 
 from quantkit.runtime.cache_format import Rows
+from quantkit.runtime.page_pool import PagePool
 from quantkit.runtime.page_store import PageStore
 
 
-def plant(monkeypatch) -> None:
-    """From now on, in every format and tier."""
-    put = PageStore.put
+class Forgetful:
+    """A tier of the cache that keeps keys only."""
 
-    def forgetful(self, layer, position, keys, values):
-        if position % 2:
-            values = Rows(torch.zeros_like(values.codes), None if values.scales is None else torch.zeros_like(values.scales))
-        put(self, layer, position, keys, values)
+    def __init__(self, tier: PageStore) -> None:
+        self._tier = tier
 
-    monkeypatch.setattr(PageStore, "put", forgetful)
+    def put(self, layer: int, position: int, keys: Rows, values: Rows) -> None:
+        lost = Rows(torch.zeros_like(values.codes), None if values.scales is None else torch.zeros_like(values.scales))
+        self._tier.put(layer, position, keys, lost)
+
+
+def plant(monkeypatch, first: int = 0) -> None:
+    """From now on, in every format and tier, in appends that begin at position `first` of a text or behind it."""
+    places = PagePool.places
+
+    def forgetful(self, pages, start, end):
+        spans = places(self, pages, start, end)
+        return [span._replace(tier=Forgetful(span.tier)) for span in spans] if start % 2 and start >= first else spans
+
+    monkeypatch.setattr(PagePool, "places", forgetful)

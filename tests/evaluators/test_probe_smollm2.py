@@ -23,6 +23,8 @@ pytestmark = pytest.mark.proof
 
 ZEROED = "model.layers.8."
 SEEDS = range(6)
+LATE, LONG = 480, 800
+LATE_PROMPTS = ("rain", "garden", "door code", "France")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,19 @@ def test_a_cache_that_loses_values_is_degenerate(original, asked, monkeypatch) -
     faulty_cache.plant(monkeypatch)
     result = probe(original[0], frame, prompts, CachePlan(), reference=original)
     show("values of every second append lost", result)
+    assert result.verdict == "degenerate"
+
+
+def test_short_answers_and_needles_miss_a_cache_that_loses_values_late(model, asked, monkeypatch) -> None:
+    """The same fault from one position on, behind the needles and their answers: the checks see nothing, the probe does."""
+    frame, _ = asked
+    prompts = [prompt for prompt in bundled_prompts(quick=True)[0] if prompt.name in LATE_PROMPTS]
+    theirs, _ = talk_all(model, frame, prompts, CachePlan(), tokens=LONG)
+    faulty_cache.plant(monkeypatch, first=LATE)
+    result = probe(model, frame, prompts, CachePlan(), reference=(model, theirs), tokens=LONG)
+    show(f"values of every second append lost from position {LATE} on", result)
+    checks = [talk.found for talk in result.talks if talk.found is not None]
+    assert checks == [talk.found for talk in theirs if talk.found is not None]
     assert result.verdict == "degenerate"
 
 
