@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import heap
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.checkpoint.fingerprint import in_form
 from quantkit.checkpoint.reader import Checkpoint
@@ -31,7 +30,7 @@ from quantkit.commands.measure_check import (
 )
 from quantkit.commands.measure_outline import outline, subject_layouts
 from quantkit.commands.measure_report import MeasureReport
-from quantkit.commands.memory_limit import limited, tell_excess
+from quantkit.commands.memory_limit import heap_settled_after, limited, tell_excess
 from quantkit.commands.quantize_block import naming
 from quantkit.commands.quantize_job import Subject, choose_placement, open_model, open_subject, require_finite
 from quantkit.commands.quantize_rehearsal import peak_memory
@@ -68,11 +67,8 @@ def measure(model: str | Path, out: str | Path, *, progress: Progress | None = N
     report = quantkit.measure("models/llama", "llama.measurement.json", samples=64)
     """
     settings = MeasureSettings(str(model), Path(out), **options)
-    try:
+    with heap_settled_after(settings.max_memory):
         return run(settings, progress or Tqdm())
-    finally:
-        if settings.max_memory is not None:
-            heap.settle()  # what else the caller's process does is under no limit
 
 
 def run(

@@ -6,6 +6,7 @@ is said here of memory was held to what was seen: docs/results/memory-limit.md.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -31,7 +32,7 @@ SINGLE = 4
 MIB = 1 << 20
 WORKING_BYTES = 224 * MIB
 """Compiled kernels, buffers of libraries, and what is freed but not given back: what was seen above the rest."""
-SPARING_BYTES = 128 * MIB
+SPARING_WORKING_BYTES = 128 * MIB
 """The same where what is freed is given back at once."""
 SOLVED_BYTES = 14
 """Of a weight that is solved alone: as read, in order, its error, each float32; its code, and the file's bits."""
@@ -69,6 +70,16 @@ def tell_excess(limit: int | None, taken: int, progress: Progress) -> None:
     """Says so where the process took more than it was allowed after all."""
     if limit is not None and taken > limit:
         progress.say(f"note: `--max-memory` was exceeded: {taken // MIB} MiB were taken, {limit // MIB} MiB allowed")
+
+
+@contextmanager
+def heap_settled_after(limit: int | None) -> Iterator[None]:
+    """What else the caller's process does is under no limit: its heap is sparing no longer than the work inside."""
+    try:
+        yield
+    finally:
+        if limit is not None:
+            heap.settle()
 
 
 def limited(
@@ -141,7 +152,7 @@ def peak(
         moments += [kept + each for each in _solving(subject, stages, hessian_bytes, 1 + measures, alone=alone)]
         if weighs:
             moments.append(_backward(subject, stages))
-    return max(moments) + (SPARING_BYTES if subject.budget.apart else WORKING_BYTES)
+    return max(moments) + (SPARING_WORKING_BYTES if subject.budget.apart else WORKING_BYTES)
 
 
 def _blocks(subject: Subject) -> Iterator[list[list[LinearSpec]]]:

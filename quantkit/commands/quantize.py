@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import heap
 from quantkit.checkpoint.fingerprint import in_form
 from quantkit.checkpoint.folder import RESULT_FILE
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.effort import Effort, choose_effort, choose_hessian_dtype
-from quantkit.commands.memory_limit import tell_excess, within_memory
+from quantkit.commands.memory_limit import heap_settled_after, tell_excess, within_memory
 from quantkit.commands.quantize_exl2 import check_format, choose_recipe, known_recipe
 from quantkit.commands.quantize_job import (
     QuantizeJob,
@@ -81,11 +80,8 @@ def quantize(
     report = quantkit.quantize("models/llama", "models/llama-gptq", bits=4, group_size=64)
     """
     settings = QuantizeSettings(str(model), Path(out), **options)
-    try:
+    with heap_settled_after(settings.max_memory):
         return run(settings, progress or Tqdm())
-    finally:
-        if settings.max_memory is not None:
-            heap.settle()  # what else the caller's process does is under no limit
 
 
 def run(
