@@ -3,7 +3,7 @@
 docs/formats/exl2.md describes what is followed here, section by section; golden files hold it (`tests/formats/test_plain_exl2.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -44,3 +44,12 @@ def decode_folder(folder: Path) -> dict[str, np.ndarray]:
                 if part in PARTS:
                     found.setdefault(linear, {})[part] = file.get_tensor(name)
     return {linear: decode(tensors) for linear, tensors in found.items()}
+
+
+def require_same(folder: Path, dense: Callable[[str], np.ndarray]) -> set[str]:
+    """Every EXL2 linear of a folder is what another reader makes of it, `dense`: name → float16 `[out, in]`. Their names."""
+    plain = decode_folder(folder)
+    for linear, weight in plain.items():
+        other = dense(linear)
+        assert np.array_equal(weight[:, : other.shape[0]].T, other), linear
+    return set(plain)
