@@ -8,11 +8,15 @@ from torch import Tensor
 
 from quantkit.kernels.launcher import Argument, Launcher
 from quantkit.kernels.sources import Defines
-from quantkit.kernels.steps import PAGE, Pages, ReferenceSteps
+from quantkit.kernels.steps import GROUP, PAGE, Pages, ReferenceSteps
 
 THREADS = 256
 HALF_NAMES = {torch.float16: "F16", torch.bfloat16: "BF16"}
-FORMAT_NAMES = {(16, 16): "KV16", (8, 8): "KV8", (4, 4): "KV4", (8, 4): "K8V4"}
+FORMAT_NAMES = {(16, 16): "KV16", (9, 8): "K9V8", (4, 4): "KV4", (8, 4): "K8V4"}
+# The longest head that `attend` is made for.
+WIDEST_HEAD = 128
+# Elements that one warp of `rope_append` and `turn_heads` turns.
+WIDEST_TURN = 128
 # Query heads that one block of `attend` serves: their sums are in registers.
 MOST_HEADS = 8
 NULL = 0
@@ -56,10 +60,22 @@ class CudaSteps(ReferenceSteps):
         jobs = tokens * (heads + 2 * k.shape[1])
         inputs = (value.contiguous() for value in (q, k, v, cos, sin, slots))
         sizes = map(np.int32, (tokens, heads, k.shape[1], dim, cos.shape[1]))
-        arguments = (*inputs, rotated, *_stored(keys), *_stored(values), *sizes)
+        rows, blocks = _apart(keys), (keys.block, values.block)
+        turns = (*map(np.int32, blocks), *map(_factor, blocks))
+        arguments = (*inputs, rotated, *_stored(keys), *_stored(values), *sizes, *rows, *turns)
         grid = (-(-jobs * 32 // THREADS),)
         self._run("rope_append", self._defines(q.dtype, keys, values), grid, THREADS, arguments, q.device)
         return rotated
+
+    def turn_heads(self, heads: Tensor, block: int) -> Tensor:
+        dim = heads.shape[-1]
+        if block == 1 or not self._takes(heads.dtype, heads) or dim > WIDEST_TURN or dim % GROUP:
+            return super().turn_heads(heads, block)
+        turned, rows = self._launcher.empty(heads.shape, heads.dtype, heads.device), heads.numel() // dim
+        arguments = (_aligned(heads), turned, *map(np.int32, (rows, dim, block)), _factor(block))
+        grid = (-(-rows * 32 // THREADS),)
+        self._run("turn_heads", {"HALF": HALF_NAMES[heads.dtype]}, grid, THREADS, arguments, heads.device)
+        return turned
 
     def kv_read(self, pages: Pages, slots: Tensor, dtype: torch.dtype) -> Tensor:
         if not self._takes(dtype, slots) or (pages.bits == 16 and pages.codes.dtype != dtype):
@@ -67,7 +83,8 @@ class CudaSteps(ReferenceSteps):
         tokens, kv_heads, dim = len(slots), pages.codes.shape[1], pages.head_dim
         out = self._launcher.empty((tokens, kv_heads, dim), dtype, slots.device)
         grid = (-(-out.numel() // (8 * THREADS)),)
-        arguments = (*_stored(pages), slots.contiguous(), out, *map(np.int32, (tokens, kv_heads, dim)))
+        sizes = map(np.int32, (tokens, kv_heads, dim))
+        arguments = (*_stored(pages), slots.contiguous(), out, *sizes, *_apart(pages))
         self._run("kv_read", {"HALF": HALF_NAMES[dtype], "BITS": pages.bits}, grid, THREADS, arguments, slots.device)
         return out
 
@@ -84,7 +101,7 @@ class CudaSteps(ReferenceSteps):
         cap: float = 0.0,
     ) -> Tensor:
         rows, heads, dim = q.shape
-        if not self._takes(q.dtype, q) or not self._keeps(keys, values, q.dtype) or dim > 128:
+        if not self._takes(q.dtype, q) or not self._keeps(keys, values, q.dtype) or dim > WIDEST_HEAD:
             return super().attend(q, keys, values, table, lengths, scale, window=window, cap=cap)
         kv_heads = keys.codes.shape[1]
         together = next(count for count in range(MOST_HEADS, 0, -1) if heads // kv_heads % count == 0)
@@ -97,11 +114,12 @@ class CudaSteps(ReferenceSteps):
             *(q.contiguous(), *_stored(keys), *_stored(values), table.contiguous(), lengths),
             *(y, partial, self._launcher.counters(rows * grid[1], q.device)),
             *map(np.int32, (heads, kv_heads, table.shape[1], window)),
+            *_apart(keys),
             *map(np.float32, (scale, cap)),
         )
         defines = {**self._defines(q.dtype, keys, values), "HEADS": together, "DIM": dim}
         self._run("attend", defines, grid, 128, arguments, q.device)
-        return y
+        return self.turn_heads(y, values.block)
 
     def argmax(self, logits: Tensor) -> Tensor:
         if not self._launcher.reaches(logits) or logits.dtype != torch.float32:
@@ -120,9 +138,11 @@ class CudaSteps(ReferenceSteps):
         return dtype in HALF_NAMES and self._launcher.reaches(tensor)
 
     def _keeps(self, keys: Pages, values: Pages, dtype: torch.dtype) -> bool:
-        """Whether kernels are made for pages of these widths; 16-bit pages hold the halves of the queries."""
-        same = all(pages.bits < 16 or pages.codes.dtype == dtype for pages in (keys, values))
-        return same and (keys.bits, values.bits) in FORMAT_NAMES
+        """Whether kernels are made for such pages; 16-bit pages hold the halves of the queries."""
+        both = (keys, values)
+        same = all(pages.bits < 16 or pages.codes.dtype == dtype for pages in both) and _apart(keys) == _apart(values)
+        turned = all(pages.block == 1 or pages.head_dim <= WIDEST_TURN for pages in both)
+        return same and turned and (keys.bits, values.bits) in FORMAT_NAMES
 
     def _defines(self, dtype: torch.dtype, keys: Pages, values: Pages) -> dict[str, int | str]:
         return {"HALF": HALF_NAMES[dtype], "FORMAT": FORMAT_NAMES[keys.bits, values.bits]}
@@ -149,3 +169,13 @@ def _aligned(tensor: Tensor) -> Tensor:
 def _stored(pages: Pages) -> tuple[Argument, Argument]:
     """Codes as bytes whatever they are, and scales."""
     return pages.codes.view(torch.uint8), NULL if pages.scales is None else pages.scales
+
+
+def _apart(pages: Pages) -> tuple[np.int32, np.int32]:
+    """Rows between two pages, and between two heads."""
+    width = pages.codes.shape[3]
+    return np.int32(pages.codes.stride(0) // width), np.int32(pages.codes.stride(1) // width)
+
+
+def _factor(block: int) -> np.float32:
+    return np.float32(block**-0.5)

@@ -55,7 +55,7 @@ _REFERENCE = ReferenceBackend()
 _STEPS = ReferenceSteps()
 HALVES = (torch.float16, torch.bfloat16)
 # Widths of keys and values that pages come in.
-FORMATS = ((16, 16), (8, 8), (4, 4), (8, 4))
+FORMATS = ((16, 16), (9, 8), (4, 4), (8, 4))
 # One unit in the last place of a half: float32 values that differ in their own last place may round to neighbours.
 ROUNDED = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
@@ -201,9 +201,8 @@ def _rope_append(backend: CudaBackend, device: torch.device) -> Cases:
                 q, k, v = (_heads(5, heads, dim, dtype, device) for heads in (6, 2, 2))
                 angles = _activations(5, pairs, torch.float32, device)
                 slots = torch.tensor([3, PAGE + 7, 0, PAGE - 1, 2 * PAGE - 1], device=device)
-                kept = [
-                    [Pages.empty(2, 2, dim, bits, dtype, device) for bits in (key_bits, value_bits)] for _ in range(2)
-                ]
+                widths = (key_bits, value_bits)
+                kept = [[_pages(2, 2, dim, bits, dtype, device) for bits in widths] for _ in range(2)]
                 found = backend.steps.rope_append(q, k, v, angles.cos(), angles.sin(), slots, *kept[0])
                 right = _STEPS.rope_append(q, k, v, angles.cos(), angles.sin(), slots, *kept[1])
                 case = f"{_short(dtype)}, keys {key_bits}, values {value_bits} bits, head of {dim}"
@@ -213,9 +212,17 @@ def _rope_append(backend: CudaBackend, device: torch.device) -> Cases:
                     yield f"{case}, pages", _difference(read, read_right), 0
 
 
+def _turn_heads(backend: CudaBackend, device: torch.device) -> Cases:
+    for dtype in HALVES:
+        for dim, block in ((128, 128), (96, 32), (64, 2)):
+            heads = _heads(3, 5, dim, dtype, device)
+            error = _difference(backend.steps.turn_heads(heads, block), _STEPS.turn_heads(heads, block))
+            yield f"{_short(dtype)}, head of {dim}, blocks of {block}", error, 0
+
+
 def _kv_read(backend: CudaBackend, device: torch.device) -> Cases:
     for dtype in HALVES:
-        for bits in (16, 8, 4):
+        for bits in (16, 9, 8, 4):
             pages, slots = _filled(3, 2, 96, bits, dtype, device), torch.arange(5, 700, 3, device=device)
             found, right = backend.steps.kv_read(pages, slots, dtype), _STEPS.kv_read(pages, slots, dtype)
             yield f"{_short(dtype)}, {bits} bits", _difference(found, right), 0
@@ -251,6 +258,7 @@ CASES: dict[str, Callable[[CudaBackend, torch.device], Cases]] = {
     "silu_mul": _silu_mul,
     "argmax": _argmax,
     "rope_append": _rope_append,
+    "turn_heads": _turn_heads,
     "kv_read": _kv_read,
     "attend": _attend,
 }
@@ -273,11 +281,19 @@ def _activations(rows: int, features: int, dtype: torch.dtype, device: torch.dev
     return torch.randn(rows, features, generator=torch.Generator().manual_seed(rows)).to(dtype).to(device)
 
 
-def _filled(
-    pages: int, kv_heads: int, dim: int, bits: int, dtype: torch.dtype, device: torch.device
-) -> Pages:
+def _pages(pages: int, kv_heads: int, dim: int, bits: int, dtype: torch.dtype, device: torch.device) -> Pages:
+    """Quantized ones are kept turned; in those of long heads all pages of a head lie side by side, as in a pool."""
+    made = Pages.empty(pages, kv_heads, dim, bits, dtype, device, 1 if bits == 16 else dim & -dim)
+    return made if dim < 128 else replace(made, codes=_by_head(made.codes), scales=_by_head(made.scales))
+
+
+def _by_head(rows: Tensor | None) -> Tensor | None:
+    return None if rows is None else rows.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _filled(pages: int, kv_heads: int, dim: int, bits: int, dtype: torch.dtype, device: torch.device) -> Pages:
     """Every position written."""
-    made = Pages.empty(pages, kv_heads, dim, bits, dtype, device)
+    made = _pages(pages, kv_heads, dim, bits, dtype, device)
     write(made, _heads(pages * PAGE, kv_heads, dim, dtype, device), torch.arange(pages * PAGE, device=device))
     return made
 

@@ -7,7 +7,8 @@ Keys and values are kept in pages of 256 positions, in 16 bits or in groups of 3
 
     half = (2^bits - 1) / 2   scale = f16(max |x| / half)   code = round(x / scale + half)   x̂ = (code - half) · scale
 
-so that both ends of the range are used and no code is wasted on a second zero. `encode` and `decode` know 9 bits too.
+so that both ends of the range are used and no code is wasted on a second zero. Rows may be kept turned by a Hadamard
+matrix, which spreads outliers over a group: queries are turned like keys, and what is mixed of values is turned back.
 """
 
 from dataclasses import dataclass
@@ -25,25 +26,37 @@ GROUP = 32
 class Pages:
     """Keys, or values, of one layer. Position p of a sequence is row p % 256 of page `table[p // 256]`.
 
-    codes   bits 8, 4: uint8 [pages, kv_heads, 256, head_dim·bits/8], at 4 bits the even element in the low half;
+    codes   bits 9, 8, 4: uint8 [pages, kv_heads, 256, head_dim·bits/8] as `encode` writes them;
             bits 16: the halves themselves [pages, kv_heads, 256, head_dim]
     scales  float16 [pages, kv_heads, 256, head_dim/32]; None at 16 bits
+    block   each so many neighbours of a row are kept times a Hadamard matrix, see `turn`; 1 for rows as they are
+
+    The rows of one page and head lie together; pages and heads may lie in either order, in codes and scales alike.
     """
 
     codes: Tensor
     scales: Tensor | None
     bits: int
+    block: int = 1
 
     @classmethod
     def empty(
-        cls, pages: int, kv_heads: int, head_dim: int, bits: int, dtype: torch.dtype, device: torch.device
+        cls,
+        pages: int,
+        kv_heads: int,
+        head_dim: int,
+        bits: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        block: int = 1,
     ) -> "Pages":
         """head_dim is a multiple of 32; `dtype` is that of 16-bit pages."""
         shape = (pages, kv_heads, PAGE)
         if bits == 16:
-            return cls(torch.empty(*shape, head_dim, dtype=dtype, device=device), None, bits)
+            return cls(torch.empty(*shape, head_dim, dtype=dtype, device=device), None, bits, block)
         codes = torch.empty(*shape, head_dim * bits // 8, dtype=torch.uint8, device=device)
-        return cls(codes, torch.empty(*shape, head_dim // GROUP, dtype=torch.float16, device=device), bits)
+        scales = torch.empty(*shape, head_dim // GROUP, dtype=torch.float16, device=device)
+        return cls(codes, scales, bits, block)
 
     @property
     def head_dim(self) -> int:
@@ -67,10 +80,14 @@ class Steps(Protocol):
     ) -> Tensor:
         """Rotates q [n, heads, head_dim] and k [n, kv_heads, head_dim], rounds them to halves, stores k and v in pages
         and returns the rotated q. Pair i of a head is (element i, element i + pairs); cos and sin float32 [n, pairs].
-        Elements from 2·pairs on are left alone. (Su et al. 2021, RoFormer, section 3.4.2)"""
+        Elements from 2·pairs on are left alone. (Su et al. 2021, RoFormer, section 3.4.2) Where pages are kept turned,
+        k and v are turned before they are stored, and q as k is."""
+
+    def turn_heads(self, heads: Tensor, block: int) -> Tensor:
+        """`turn`, for halves [n, heads, head_dim]."""
 
     def kv_read(self, pages: Pages, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        """[n, kv_heads, head_dim] in `dtype`."""
+        """[n, kv_heads, head_dim] in `dtype`, turned where the pages are."""
 
     def attend(
         self,
@@ -84,8 +101,8 @@ class Steps(Protocol):
         window: int = 0,
         cap: float = 0.0,
     ) -> Tensor:
-        """One new token for each sequence over its whole past, itself included: q halves [b, heads, head_dim] →
-        [b, heads, head_dim]. Head h reads key-value head h // (heads / kv_heads).
+        """One new token for each sequence over its whole past, itself included: q halves [b, heads, head_dim], turned
+        as keys are, → [b, heads, head_dim] as the model has it. Head h reads key-value head h // (heads / kv_heads).
 
         table    int32 [b, most pages]: the pages of each sequence
         lengths  int32 [b]: positions of each sequence, at least 1
@@ -115,9 +132,12 @@ class ReferenceSteps:
     def rope_append(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Pages, values: Pages
     ) -> Tensor:
-        write(keys, _turned(k, cos, sin), slots)
-        write(values, v, slots)
-        return _turned(q, cos, sin)
+        write(keys, turn(_rotated(k, cos, sin), keys.block), slots)
+        write(values, turn(v, values.block), slots)
+        return turn(_rotated(q, cos, sin), keys.block)
+
+    def turn_heads(self, heads: Tensor, block: int) -> Tensor:
+        return turn(heads, block)
 
     def kv_read(self, pages: Pages, slots: Tensor, dtype: torch.dtype) -> Tensor:
         page, row = slots // PAGE, slots % PAGE
@@ -146,14 +166,27 @@ class ReferenceSteps:
             if cap:
                 scores = cap * torch.tanh(scores / cap)
             mixed.append((scores.softmax(dim=-1) @ v).flatten(0, 1))
-        return torch.stack(mixed).to(q.dtype)
+        return turn(torch.stack(mixed).to(q.dtype), values.block)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
 
 
+def turn(heads: Tensor, block: int) -> Tensor:
+    """Each `block` neighbours of a row, a power of two, times the Hadamard matrix of norm one, in float32 and rounded
+    to the dtype that they had: sums and differences of elements 1, 2, 4, … apart. It is its own inverse."""
+    if block == 1:
+        return heads
+    wide, step = heads.to(torch.float32), 1
+    while step < block:
+        first, second = wide.unflatten(-1, (-1, 2, step)).unbind(-2)
+        wide = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        step *= 2
+    return (wide * block**-0.5).to(heads.dtype)
+
+
 def write(pages: Pages, heads: Tensor, slots: Tensor) -> None:
-    """Store [n, kv_heads, head_dim], the rule of this module."""
+    """Store [n, kv_heads, head_dim], turned already where the pages are, by the rule of this module."""
     page, row = slots // PAGE, slots % PAGE
     if pages.scales is None:
         pages.codes[page, :, row] = heads.to(pages.codes.dtype)
@@ -217,7 +250,7 @@ def _half(bits: int) -> float:
     return ((1 << bits) - 1) / 2
 
 
-def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[n, heads, head_dim], pair i is (i, i + pairs)."""
     pairs = cos.shape[1]
     wide = heads.to(torch.float32)

@@ -93,8 +93,8 @@ def _rows() -> list[str]:
             occupancy = min(fact.occupancy(architecture, kernel.threads) for fact in found)
             mix = f"{min(fact.count('LDG.128') for fact in found)} / {min(fact.count('HMMA') for fact in found)}"
             cells.append(f"{registers} / {spilled} / {shared} / {occupancy:.0%} / {mix}")
-        reference = f"`{kernel.reference}`"
-        lines.append(f"| `{name}` | {len(kernel.variants)} | {reference} | {kernel.traffic} | {' | '.join(cells)} |")
+        told = f"{len(kernel.variants)} | `{kernel.reference}` | `test_the_self_test[{name}]` | {kernel.traffic}"
+        lines.append(f"| `{name}` | {told} | {' | '.join(cells)} |")
     return lines
 
 
@@ -105,10 +105,12 @@ HEAD = """# The CUDA kernels, without a GPU
 What NVRTC {version} makes of each kernel: registers / bytes of local memory / bytes of shared memory / share of a multiprocessor's threads that can
 be resident / loads of 16 bytes / tensor-core instructions. Registers, memory and occupancy are those of the costlier, the instructions those of the
 leaner of two variants, the first and the last that the source lists. Every variant, on sm_75 to sm_120, is held to the budget of its source by
-`make proof`; every kernel runs on the CPU, in `tests/kernels/cuda/test_every_kernel.py`. Nothing here is a speed: that needs a card (`make gpu-check`).
+`make proof`. Every kernel runs on the CPU against its reference, in the test of `tests/kernels/cuda/test_every_kernel.py` that the table names, and under
+every order of threads in `make proof`; a source without such a sweep fails `test_every_kernel_has_cases`. Nothing here is a speed: that needs a card
+(`make gpu-check`).
 
-| kernel | variants | reference | floor | sm_80 | sm_89 | sm_90 |
-| --- | --- | --- | --- | --- | --- | --- |"""
+| kernel | variants | reference | sweep on the CPU | floor | sm_80 | sm_89 | sm_90 |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 if __name__ == "__main__":
     print(HEAD.format(version=".".join(map(str, nvrtc.library().version))))

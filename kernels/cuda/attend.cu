@@ -11,7 +11,7 @@
 // Traffic:   keys and values of the past once: 2·positions·kv_heads·DIM·bits/8, and scales
 // Needs:     sm_75
 // Budget:    168 registers, 49152 bytes shared, 128 threads
-// Variants:  HALF=F16,BF16 FORMAT=KV16,KV8,KV4,K8V4 HEADS=1,4,8 DIM=64,128
+// Variants:  HALF=F16,BF16 FORMAT=KV16,K9V8,KV4,K8V4 HEADS=1,4,8 DIM=64,128
 #include "pages.cuh"
 
 const int THREADS = 128;
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEADS > 4 ? 3 : 5)
 attend(const HALF* __restrict__ q, const u8* __restrict__ key_codes, const u16* __restrict__ key_scales,
        const u8* __restrict__ value_codes, const u16* __restrict__ value_scales, const int* __restrict__ table,
        const int* __restrict__ lengths, HALF* __restrict__ y, float* partial, int* arrived, int heads, int kv_heads, int most_pages,
-       int window, float scale, float cap) {
+       int window, int per_page, int per_head, float scale, float cap) {
   const int SLOTS = THREADS / (DIM / 8);  // positions that are added at a time
   __shared__ float queries[HEADS][DIM];
   __shared__ float scores[HEADS][PAGE];
@@ -35,7 +35,7 @@ attend(const HALF* __restrict__ q, const u8* __restrict__ key_codes, const u16* 
   const int first_page = begin / PAGE, pages = (length + PAGE - 1) / PAGE - first_page;
   if ((int)blockIdx.x >= pages) return;
   const int page = first_page + blockIdx.x, from = max(begin - page * PAGE, 0), to = min(length - page * PAGE, PAGE);
-  const size_t rows = page_row(table[(size_t)sequence * most_pages + page], kv_heads, kv_head, 0);
+  const size_t rows = page_row(table[(size_t)sequence * most_pages + page], per_page, kv_head, per_head, 0);
 
   for (int i = t; i < HEADS * DIM; i += THREADS)
     queries[i / DIM][i % DIM] = to_float(q[((size_t)sequence * heads + head + i / DIM) * DIM + i % DIM]) * scale;

@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quantkit.kernels.steps import GROUP, PAGE, Pages, ReferenceSteps, write
+from quantkit.kernels.steps import GROUP, PAGE, Pages, ReferenceSteps, turn, write
 from quantkit.models.attention import attend
 from quantkit.models.norm import Norm
 from quantkit.models.rope import Rope, Rotary
+from quantkit.models.rotation import hadamard
 
 STEPS = ReferenceSteps()
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def test_rope_append_is_the_models_rotation() -> None:
     assert torch.equal(STEPS.kv_read(values, slots, torch.float16), v)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [9, 8, 4])
 def test_quantized_pages_are_within_half_a_step(bits) -> None:
     heads = random(40, 2, 64) * torch.logspace(-6, 4, 40)[:, None, None]
     heads[7] = 0
@@ -56,6 +57,26 @@ def test_quantized_pages_are_within_half_a_step(bits) -> None:
     error = (read.unflatten(-1, (-1, GROUP)) - groups).abs()
     assert bool((error <= step * 0.502 + 2**-24 * 2**bits).all()), "half a step, and the rounding of its scale to float16"
     assert not read[7].any()
+
+
+@pytest.mark.parametrize(("width", "block"), [(64, 64), (96, 32), (6, 2)])
+def test_turning_is_a_product_with_hadamards_matrix(width, block) -> None:
+    heads = random(3, 2, width)
+    expected = (heads.double().unflatten(-1, (-1, block)) @ hadamard(block)).flatten(-2)
+    torch.testing.assert_close(turn(heads, block).double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(turn(turn(heads, block), block), heads, rtol=0, atol=1e-6)
+
+
+def test_attention_over_turned_pages_is_that_over_the_others() -> None:
+    q, k, v = random(1, 4, 32), random(9, 2, 32, seed=1), random(9, 2, 32, seed=2)
+    cos, sin, slots = torch.ones(9, 16), torch.zeros(9, 16), torch.arange(9)
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([9])
+    found = []
+    for block in (1, 32):
+        keys, values = (Pages.empty(1, 2, 32, 16, torch.float32, CPU, block) for _ in range(2))
+        turned = STEPS.rope_append(q.expand(9, -1, -1), k, v, cos, sin, slots, keys, values)[:1]
+        found.append(STEPS.attend(turned, keys, values, table, lengths, 0.3))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_four_bit_codes_by_hand() -> None:

@@ -1,5 +1,8 @@
 """No `.cu` file without a sweep: the self-test that a user runs on a card, here on the CPU executor."""
 
+from collections.abc import Iterable
+from pathlib import Path
+
 import pytest
 import torch
 from cuda_on_cpu import SCHEDULES, compiler
@@ -15,8 +18,20 @@ from quantkit.kernels.steps import Steps
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the CUDA sources cannot be run on the CPU")
 
 
+def without_cases(sources: Iterable[str]) -> set[str]:
+    return set(sources) - set(CASES)
+
+
 def test_every_kernel_has_cases() -> None:
-    assert set(CASES) == set(names())
+    assert not without_cases(names())
+    assert set(CASES) <= set(names())
+    assert without_cases((*names(), "planted")) == {"planted"}
+
+
+def test_every_kernel_is_in_the_table() -> None:
+    table = (Path(__file__).parents[3] / "docs" / "results" / "cuda-kernels.md").read_text()
+    for name in names():
+        assert f"| `{name}` | {len(source(name).variants)} | `{source(name).reference}` | `test_the_self_test[{name}]` |" in table
 
 
 def test_every_operation_has_a_kernel() -> None:

@@ -141,6 +141,27 @@ MUTATIONS = (
         "low >> 12;",
     ),
     Mutation(
+        "ninth bit of a key taken from its neighbour",
+        "rope_append",
+        "pages.cuh",
+        "ninth |= code >> 8 << i;",
+        "ninth |= code >> 8 << (i ^ 1);",
+    ),
+    Mutation(
+        "off by one stage of the butterflies",
+        "turn_heads",
+        "butterfly.cuh",
+        "for (int step = 4; step < block; step *= 2)",
+        "for (int step = 4; step < block / 2; step *= 2)",
+    ),
+    Mutation(
+        "heads and pages the wrong way round",
+        "attend",
+        "attend.cu",
+        "per_page, kv_head, per_head, 0)",
+        "per_head, kv_head, per_page, 0)",
+    ),
+    Mutation(
         "sign of the rotation",
         "rope_append",
         "rope_append.cu",
