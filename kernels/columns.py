@@ -136,33 +136,40 @@ def dequantize(first, last, words, bits, unit_codes, unit_words, scales, zeros, 
 
 
 @compiled
-def split(first, last, codes, columns, width, below, plane):  # type: ignore[no-untyped-def]
-    """Bits `below … below + width - 1` of uint8 codes [in, out] → runs first … last - 1 of a plane (`planes.py`)."""
-    mask = (1 << width) - 1
-    for unit in range(plane.shape[1]):
-        for run in range(first, last):
-            for lane in range(16):
-                word = np.uint32(0)
-                for c in range(columns):
-                    for h in range(2):
-                        code = codes[32 * unit + 16 * h + lane, run * columns + c]
-                        word = either(word, shift_left(masked(shift_right(code, below), mask), width * (2 * c + h)))
-                plane[run, unit, lane] = word
+def split(first, last, codes, below, plane):  # type: ignore[no-untyped-def]
+    """Bits `below …` of uint8 codes [in, out] → strips first … last - 1 of a plane (`planes.py`)."""
+    width = plane.shape[2]
+    mask, each = (1 << width) - 1, 8 // width
+    words = np.empty(16, np.uint32)
+    for strip in range(first, last):
+        for unit in range(plane.shape[1]):
+            for word in range(width):
+                for lane in range(16):
+                    words[lane] = 0
+                for k in range(4 * each):
+                    shift = 8 * (k % 4) + width * (k // 4)
+                    line = codes[32 * unit + 4 * each * word + k, 16 * strip : 16 * strip + 16]
+                    for lane in range(16):
+                        part = masked(shift_right(line[lane], below), mask)
+                        words[lane] = either(words[lane], shift_left(part, shift))
+                plane[strip, unit, word] = words
 
 
 @compiled
-def join(first, last, plane, columns, width, below, codes):  # type: ignore[no-untyped-def]
+def join(first, last, plane, below, codes):  # type: ignore[no-untyped-def]
     """The inverse of `split`: sets those bits of codes [in, out], which must be 0 before."""
-    mask = (1 << width) - 1
-    for unit in range(plane.shape[1]):
-        for run in range(first, last):
-            for lane in range(16):
-                word = plane[run, unit, lane]
-                for c in range(columns):
-                    for h in range(2):
-                        part = masked(shift_right(word, width * (2 * c + h)), mask)
-                        row, n = 32 * unit + 16 * h + lane, run * columns + c
-                        codes[row, n] = either(codes[row, n], shift_left(part, below))
+    width = plane.shape[2]
+    mask, each = (1 << width) - 1, 8 // width
+    for strip in range(first, last):
+        for unit in range(plane.shape[1]):
+            for word in range(width):
+                words = plane[strip, unit, word]
+                for k in range(4 * each):
+                    shift = 8 * (k % 4) + width * (k // 4)
+                    line = codes[32 * unit + 4 * each * word + k, 16 * strip : 16 * strip + 16]
+                    for lane in range(16):
+                        part = masked(shift_right(words[lane], shift), mask)
+                        line[lane] = either(line[lane], shift_left(part, below))
 
 
 @compiled

@@ -1,8 +1,8 @@
 """The CPU backend: the reference, with Numba kernels for what profiling justifies. Needs no compiler to be installed.
 
-A weight is repacked once into bit planes (`planes.py`). A few rows are multiplied straight from them; for many, panels
-of columns are dequantized and handed to torch's matmul, so that no whole weight is ever expanded. Compiled loops do not
-check bounds: what they trust is asserted here.
+A weight is repacked once into bit planes (`planes.py`). A few rows are multiplied straight from them, those of bfloat16
+in integers where the processor multiplies bytes; for many, panels of columns are dequantized and handed to torch's
+matmul, so that no whole weight is ever expanded. Compiled loops do not check bounds: what they trust is asserted here.
 """
 
 import platform
@@ -14,19 +14,28 @@ from torch import Tensor
 
 from quantkit.kernels import columns, multiply
 from quantkit.kernels.jit import spread, targets
-from quantkit.kernels.multiply import STRIP
-from quantkit.kernels.planes import PLANES, Planes, Section, empty_plane
+from quantkit.kernels.planes import (
+    PLANES,
+    STRIP,
+    UNIT,
+    Planes,
+    Section,
+    by_group,
+    by_strip,
+    empty_plane,
+    zeros_by_group,
+    zeros_by_strip,
+)
 from quantkit.kernels.protocol import Exl2Weight, GptqWeight, Repacked
 from quantkit.kernels.reference import AsStored, ReferenceBackend, check_codes, check_words, exl2_scales, pack_unit
 
-# Up to this many rows are multiplied straight from the planes, a block at a time. Measured on 4096 x 4096: beyond it
-# a library product is faster, sooner where decoding is arithmetic.
-FEW_ROWS = 32 if multiply.HAS_PERMUTE else 8
+# Up to this many rows are multiplied straight from the planes, a block at a time. Measured on 2048 x 5632: beyond it a
+# library product is faster, sooner where codes become floats first.
+FEW_ROWS = 16
+FEW_ROWS_OF_INTEGERS = 64
 BLOCK_ROWS = 4
-# Columns of one dequantized panel: its float32 weights stay in the outer cache.
+# Columns of one dequantized panel: its weights stay in the outer cache.
 PANEL_COLUMNS = 512
-# Strips that share words in a 1-bit plane are kept on one thread.
-STRIPS_TOGETHER = 4
 
 
 def unusable() -> str | None:
@@ -65,23 +74,30 @@ class CpuBackend(ReferenceBackend):
     def gptq_repack(self, weight: GptqWeight) -> Repacked:
         order = weight.group.argsort(stable=True)
         counts = torch.bincount(weight.group, minlength=weight.scales.shape[0])
-        if bool((counts % 32).any()) or weight.words.shape[1] % 32:
+        if bool((counts % 32).any()) or weight.words.shape[1] % STRIP:
             return AsStored(weight)  # groups that end inside a unit: rare, and right without being fast
         codes = self.unpack(weight.words, weight.bits)
         in_order = torch.equal(order, torch.arange(len(order)))
         if not in_order:
             codes = codes[order]
         section = _section(codes, weight.bits, weight.scales, weight.zeros, counts.tolist(), 0)
-        return Planes((section,), None if in_order else order, replace(weight, words=_no_words(weight.words)))
+        nothing = {name: _no_rows(getattr(weight, name)) for name in ("words", "scales", "zeros")}
+        return Planes((section,), None if in_order else order, replace(weight, **nothing))
 
     def gptq_restore(self, repacked: Repacked) -> GptqWeight:
         if not isinstance(repacked, Planes):
             return super().gptq_restore(repacked)
         assert isinstance(repacked.rest, GptqWeight)
-        codes = _codes(repacked.sections[0])
+        (section,) = repacked.sections
+        codes = _codes(section)
         if repacked.order is not None:
             codes[repacked.order] = codes.clone()
-        return replace(repacked.rest, words=self.pack(codes, repacked.rest.bits))
+        rest = repacked.rest
+        zeros = zeros_by_group(torch.from_numpy(section.zeros), section.scales.shape[1], section.out_features)
+        scales = torch.from_numpy(section.scales.view(np.int16 if section.scales.dtype == np.uint16 else np.float32))
+        scales = by_group(scales)
+        scales = scales.view(torch.float16) if scales.dtype == torch.int16 else scales.to(rest.scales.dtype)
+        return replace(rest, words=self.pack(codes, rest.bits), scales=scales, zeros=zeros)
 
     def gptq_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
         return _matmul(x, repacked) if isinstance(repacked, Planes) else super().gptq_matmul(x, repacked)
@@ -100,7 +116,7 @@ class CpuBackend(ReferenceBackend):
         return result
 
     def exl2_repack(self, weight: Exl2Weight) -> Repacked:
-        if any(rows % 32 for _, rows in weight.groups):
+        if any(rows % UNIT for _, rows in weight.groups) or weight.words.shape[1] % STRIP:
             return AsStored(weight)
         scales = exl2_scales(weight.scale_codes, weight.scale_max)
         sections: list[Section] = []
@@ -110,9 +126,9 @@ class CpuBackend(ReferenceBackend):
             own = scales[groups.start : groups.stop]
             zeros = torch.full_like(own, 1 << bits - 1, dtype=torch.uint8)
             sections.append(_section(self.unpack(words, bits), bits, own, zeros, rows, unit))
-            unit += sum(rows) // 32
+            unit += sum(rows) // UNIT
         in_order = torch.equal(weight.order, torch.arange(weight.order.numel()))
-        rest = replace(weight, words=_no_words(weight.words))
+        rest = replace(weight, words=_no_rows(weight.words))
         return Planes(tuple(sections), None if in_order else weight.order, rest)
 
     def exl2_restore(self, repacked: Repacked) -> Exl2Weight:
@@ -149,25 +165,35 @@ def _matmul(x: Tensor, planes: Planes) -> Tensor:
     assert x.dim() == 2 and x.shape[1] == planes.in_features
     if planes.order is not None:
         x = x[:, planes.order]
-    if x.shape[0] > FEW_ROWS:
+    integer = x.dtype == torch.bfloat16 and multiply.HAS_BYTE_PRODUCTS
+    if x.shape[0] > (FEW_ROWS_OF_INTEGERS if integer else FEW_ROWS):
         return _multiply_many(x, planes)
-    return _multiply_few(x.to(torch.float32).contiguous(), planes).to(x.dtype)
+    return _multiply_few(x, planes, integer=integer).to(x.dtype)
 
 
-def _multiply_few(x: Tensor, planes: Planes) -> Tensor:
-    """float32 x [m, in] → float32 [m, out], straight from the planes, in blocks of rows."""
+def _multiply_few(x: Tensor, planes: Planes, *, integer: bool) -> Tensor:
+    """x [m, in] → float32 [m, out], straight from the planes, in blocks of rows."""
     m, out = x.shape[0], planes.out_features
     block = 1 if m == 1 else BLOCK_ROWS
-    if m % block:
-        x = torch.nn.functional.pad(x, (0, 0, 0, -m % block))
+    x = x.to(torch.float32)
+    x = torch.nn.functional.pad(x, (0, 0, 0, -m % block)) if m % block else x.contiguous()
     y = torch.zeros(x.shape[0], out)
-    inputs, outputs = x.numpy(), y.numpy()
+    inputs, outputs = _rounded(x) if integer else (x.numpy(),), y.numpy()
     for start in range(0, m, block):
         rows = slice(start, start + block)
         for section in planes.sections:
-            kernel, work = multiply.dot(section.bits, block), section.rows * out
-            spread(kernel, out // STRIP, STRIPS_TOGETHER, work, inputs[rows], *section.arguments, outputs[rows])
+            kernel = multiply.integer_dot(section.bits, block) if integer else multiply.float_dot(section.bits, block)
+            own = (part[rows] for part in inputs)
+            spread(kernel, out // STRIP, 1, section.rows * out, *own, *section.arguments, outputs[rows])
     return y[:m]
+
+
+def _rounded(x: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `round_rows` makes of float32 x [m, in]."""
+    m, units = x.shape[0], x.shape[1] // UNIT
+    made = np.empty((m, units, 2 * UNIT), np.int8), np.empty((m, units), np.float32), np.empty((m, units), np.int32)
+    multiply.round_rows(x.numpy(), *made)
+    return made
 
 
 def _multiply_many(x: Tensor, planes: Planes) -> Tensor:
@@ -179,30 +205,31 @@ def _multiply_many(x: Tensor, planes: Planes) -> Tensor:
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     out = planes.out_features
     inputs, y = x.to(dtype), torch.empty(x.shape[0], out, dtype=dtype)
-    panel = torch.empty(min(out, PANEL_COLUMNS), x.shape[1])
+    panel = torch.empty(x.shape[1] * min(out, PANEL_COLUMNS), dtype=dtype)
     for start in range(0, out, PANEL_COLUMNS):
-        part = panel[: min(PANEL_COLUMNS, out - start)]
+        columns = min(PANEL_COLUMNS, out - start)
+        part = panel[: x.shape[1] * columns].view(-1, columns)
+        written = part.view(torch.int16).numpy().view(np.uint16) if dtype == torch.bfloat16 else part.numpy()
         for section in planes.sections:
-            kernel, work = multiply.panel(section.bits), section.rows * part.shape[0]
-            arguments = (*section.arguments, start // STRIP, part.numpy())
-            spread(kernel, part.shape[0] // STRIP, STRIPS_TOGETHER, work, *arguments)
-        torch.mm(inputs, part.t().to(dtype), out=y[:, start : start + part.shape[0]])
+            kernel, work = multiply.panel(section.bits), section.rows * columns
+            spread(kernel, columns // STRIP, 1, work, *section.arguments, start // STRIP, written)
+        torch.mm(inputs, part, out=y[:, start : start + columns])
     return y.to(x.dtype)
 
 
 def _section(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, rows: list[int], offset: int) -> Section:
     """Codes uint8 [in, out] of one width, groups in sequence, as planes."""
-    starts = np.cumsum([0, *rows]) // 32
+    starts = np.cumsum([0, *rows]) // UNIT
     planes = []
     below = 0
     for width in PLANES[bits]:
         plane = empty_plane(width, *codes.shape)
         if width:
-            spread(columns.split, len(plane), 1, codes.numel(), array(codes), 16 // width, width, below, plane)
+            spread(columns.split, len(plane), 1, codes.numel(), array(codes), below, plane)
         planes.append(plane)
         below += width
     low, high = planes
-    return Section(bits, low, high, float_array(scales), array(zeros), starts, offset)
+    return Section(bits, low, high, float_array(by_strip(scales)), array(zeros_by_strip(zeros)), starts, offset)
 
 
 def _codes(section: Section) -> Tensor:
@@ -211,7 +238,7 @@ def _codes(section: Section) -> Tensor:
     below = 0
     for plane, width in zip((section.low, section.high), PLANES[section.bits], strict=True):
         if width:
-            spread(columns.join, len(plane), 1, codes.numel(), plane, 16 // width, width, below, array(codes))
+            spread(columns.join, len(plane), 1, codes.numel(), plane, below, array(codes))
         below += width
     return codes
 
@@ -256,5 +283,5 @@ def float_array(numbers: Tensor) -> np.ndarray:
     return array(numbers.to(torch.float32))
 
 
-def _no_words(words: Tensor) -> Tensor:
-    return words.new_empty(0, words.shape[1])
+def _no_rows(values: Tensor) -> Tensor:
+    return values.new_empty(0, values.shape[1])

@@ -1,14 +1,16 @@
 """CPU kernels that read bit planes: products of a few rows, and panels of dequantized columns for many.
 
-A vector has 16 float32 lanes, and the lanes are 16 consecutive input rows of one output column. A kernel works on a
-strip of 4 columns. For each unit of 32 rows it loads the words of the strip once and decodes 8 vectors of weights:
+A vector has 16 lanes of 32 bits, and the lanes are 16 neighbouring output columns, a strip. A kernel walks down the
+rows of a strip, a unit of 32 rows after the other, and takes four rows of it at once, a byte for each code.
 
-    up to 4 bits  the 16 values of a column and group, each already rounded to float16, lie in one register; the
-                  code picks one of them (`vpermps`, AVX-512), at no cost for zero point, scale and rounding
-    else          value = fp16((code - zero) · scale) by arithmetic, which LLVM lowers for any processor
+    integer products  x is rounded to 16-bit integers, a scale for each unit (`round_rows`), and taken apart into two
+                      bytes: X = 256·h + l. Two `vpdpbusd` (AVX-512 VNNI) multiply the codes with h and with l, exactly,
+                      and what is summed in float32 is one number for each unit. x is off by at most 1/65024 of the
+                      largest of its unit, less than bfloat16 is off (1/512 of each value); weights are not rounded
+    float products    value = fp16((code - zero) · scale), exactly the weights of `gptq_dequantize`, for any processor
 
-so the weights are exactly those of `gptq_dequantize`. All sums are float32 fused multiply-adds, in an order that
-depends on the row's own data alone: a row gets the same bits in every batch of up to `FEW_ROWS` rows.
+All sums are float32 fused multiply-adds, in an order that depends on the row's own data alone: a row gets the same
+bits in every batch of up to `FEW_ROWS` rows.
 
 Numba has no vectors: `Vector` is a type of its own, and each intrinsic emits LLVM instructions. Codes stay 32 bits
 wide, where plain Numba would widen them to 64.
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -25,75 +28,128 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
 from quantkit.kernels.jit import compiled, targets
-from quantkit.kernels.planes import PLANES
+from quantkit.kernels.planes import PLANES, STRIP, UNIT
 
-LANES, STRIP, UNIT = 16, 4, 32
-# `vpermps` with 16 floats: a table lookup in one instruction.
-HAS_PERMUTE = targets("avx512f")
-FLOAT, HALF, I32, I64 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(64)
-
-
-def dot(bits: int, rows: int) -> Callable[..., Any]:
-    """The kernel that adds `x [rows, in] · weight` of one section to `y [rows, out]`, for strips first … last - 1.
-
-    Arguments: first, last, x float32, low and high planes, scales uint16 (float16 bits) or float32 [groups, out],
-    zeros uint8 [groups, out], starts int64 [groups + 1] in units, the first unit of the section in x, y float32.
-    """
-    return _dot(bits, rows, HAS_PERMUTE and bits <= 4)
-
-
-def panel(bits: int) -> Callable[..., Any]:
-    """The kernel that writes columns of one section, dequantized, as rows of `out` float32 [columns, in].
-
-    Arguments: first, last (strips of the panel), low, high, scales, zeros, starts, offset as for `dot`, the strip of
-    the weight at which the panel starts, out.
-    """
-    return _panel(bits, HAS_PERMUTE and bits <= 4)
+QUADS = UNIT // 4
+# A product of 64 unsigned with 64 signed bytes, summed by fours, in one instruction.
+HAS_BYTE_PRODUCTS = targets("avx512vnni")
+# Of the 16-bit integers that stand for x: the high byte of the largest is 127.
+LARGEST = 127 * 256
+FLOAT, HALF = ir.FloatType(), ir.HalfType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 @cache
-def _dot(bits: int, rows: int, by_table: bool) -> Callable[..., Any]:
-    sums = rows * STRIP
+def integer_dot(bits: int, rows: int) -> Callable[..., Any]:
+    """The kernel that adds `x [rows, in] · weight` of one section to `y [rows, out]`, for strips first … last - 1.
+
+    Arguments: first, last, x as `round_rows` makes it (codes, scales, sums), then those of `float_dot` after its x.
+    """
+
+    @compiled
+    def kernel(first, last, codes, x_scales, sums, low, high, scales, zeros, starts, offset, y):  # type: ignore[no-untyped-def]
+        for strip in range(first, last):
+            total = vectors(rows)
+            for group in range(starts.size - 1):
+                scale, zero = grid(scales, zeros, strip, group)
+                part = vectors(rows)
+                for unit in range(starts[group], starts[group + 1]):
+                    part = multiply_integers(
+                        part, zero, codes, x_scales, sums, offset + unit, low, high, strip, unit, bits
+                    )
+                total = scaled(total, part, scale)
+            add_to(total, y, strip)
+
+    return kernel
+
+
+@cache
+def float_dot(bits: int, rows: int) -> Callable[..., Any]:
+    """The same for float32 x [rows, in].
+
+    Arguments: first, last, x, low and high planes, scales uint16 (float16 bits) or float32 [strips, groups, 16], zeros
+    uint8, alike or [1, 1, 16], starts int64 [groups + 1] in units, the first unit of the section in x, y float32.
+    """
 
     @compiled
     def kernel(first, last, x, low, high, scales, zeros, starts, offset, y):  # type: ignore[no-untyped-def]
-        width = y.shape[1]
         for strip in range(first, last):
-            total = vectors(sums)
+            total = vectors(rows)
             for group in range(starts.size - 1):
-                grid = grids(scales, zeros, group * width + strip * STRIP, bits, by_table)
+                scale, zero = grid(scales, zeros, strip, group)
                 for unit in range(starts[group], starts[group + 1]):
-                    total = accumulate(total, grid, x, offset + unit, low, high, strip, unit, bits, by_table)
-            add_lanes(total, y, strip)
+                    for quad in range(QUADS):
+                        total = multiply_floats(
+                            total, scale, zero, x, offset + unit, low, high, strip, unit, quad, bits
+                        )
+            add_to(total, y, strip)
 
     return kernel
 
 
 @cache
-def _panel(bits: int, by_table: bool) -> Callable[..., Any]:
+def panel(bits: int) -> Callable[..., Any]:
+    """The kernel that dequantizes columns of one section into `out` [in, columns], float32 or bfloat16 bits (uint16).
+
+    Arguments: first, last (strips of the panel), low, high, scales, zeros, starts, offset as for `float_dot`, the strip
+    of the weight at which the panel starts, out.
+    """
+
     @compiled
     def kernel(first, last, low, high, scales, zeros, starts, offset, origin, out):  # type: ignore[no-untyped-def]
-        width = scales.shape[1]
-        for row in range(first, last):
-            strip = origin + row
+        for place in range(first, last):
+            strip = origin + place
             for group in range(starts.size - 1):
-                grid = grids(scales, zeros, group * width + strip * STRIP, bits, by_table)
+                scale, zero = grid(scales, zeros, strip, group)
                 for unit in range(starts[group], starts[group + 1]):
-                    write(grid, out, row, offset + unit, low, high, strip, unit, bits, by_table)
+                    for quad in range(QUADS):
+                        write(scale, zero, out, offset + unit, place, low, high, strip, unit, quad, bits)
 
     return kernel
+
+
+@compiled
+def round_rows(x, codes, scales, sums):  # type: ignore[no-untyped-def]
+    """float32 x [m, in] → 16-bit integers, in units of 32: `x ≈ X · scale`, X = 256·h + l.
+
+    codes   int8 [m, units, 64]: h of the 32 values, then l
+    scales  float32 [m, units]; NaN where a value is NaN or infinite, which makes the products NaN
+    sums    int32 [m, units]: the sum of X
+    """
+    integers = np.empty(UNIT, np.int32)
+    for row in range(x.shape[0]):
+        for unit in range(scales.shape[1]):
+            values = x[row, unit * UNIT : (unit + 1) * UNIT]
+            top, wrong = np.float32(0), np.float32(0)
+            for k in range(UNIT):
+                top = max(top, abs(values[k]))
+                wrong += values[k] * np.float32(0)
+            scale = top * np.float32(1 / LARGEST) + wrong
+            inverse = np.float32(0)
+            if wrong == 0 and top > np.float32(1e-30):
+                inverse = np.float32(LARGEST) / top
+            total = np.int32(0)
+            for k in range(UNIT):
+                integers[k] = np.int32(np.rint(values[k] * inverse)) if inverse > 0 else np.int32(0)
+            own = codes[row, unit]
+            for k in range(UNIT):
+                upper = (integers[k] + 128) >> 8
+                own[k] = upper
+                own[UNIT + k] = integers[k] - (upper << 8)
+                total += integers[k]
+            scales[row, unit], sums[row, unit] = scale, total
 
 
 # --- LLVM building blocks: plain functions from a builder and values to values
 
 
-def _vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
+def _vector(element: ir.Type, lanes: int = STRIP) -> ir.VectorType:
     return ir.VectorType(element, lanes)
 
 
 def _every(element: ir.Type, value: Any) -> ir.Constant:
     """A constant with the same value in every lane."""
-    return ir.Constant(_vector(element), [value] * LANES)
+    return ir.Constant(_vector(element), [value] * STRIP)
 
 
 def _broadcast(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -102,8 +158,8 @@ def _broadcast(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return b.shuffle_vector(b.insert_element(undefined, value, I32(0)), undefined, _every(I32, 0))
 
 
-def _load(b: ir.IRBuilder, pointer: ir.Value, index: ir.Value, kind: ir.VectorType) -> ir.Value:
-    return b.load(b.bitcast(b.gep(pointer, [index]), kind.as_pointer()), align=4)
+def _load(b: ir.IRBuilder, pointer: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
+    return b.load(b.bitcast(b.gep(pointer, [index]), kind.as_pointer()), align=1 if kind == _vector(I8) else 2)
 
 
 def _call(b: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Value]) -> ir.Value:
@@ -111,53 +167,58 @@ def _call(b: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Value]
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
 
 
+def _multiply_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value, total: ir.Value) -> ir.Value:
+    return _call(b, "llvm.fma.v16f32", _vector(FLOAT), [one, other, total])
+
+
 def _round_to_half(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """float32 lanes rounded to what float16 holds, ties to even."""
     return b.fpext(b.fptrunc(value, _vector(HALF)), _vector(FLOAT))
 
 
-def _half_to_float(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """float16 bits, four as i16 → four float32."""
-    return b.fpext(b.bitcast(value, _vector(HALF, STRIP)), _vector(FLOAT, STRIP))
+def _bfloat_bits(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """float32 lanes, finite, as the bits of the nearest bfloat16, ties to even."""
+    bits = b.bitcast(value, _vector(I32))
+    odd = b.and_(b.lshr(bits, _every(I32, 16)), _every(I32, 1))
+    rounded = b.add(bits, b.add(odd, _every(I32, 0x7FFF)))
+    return b.trunc(b.lshr(rounded, _every(I32, 16)), _vector(I16))
 
 
-def _words(b: ir.IRBuilder, pointer: ir.Value, width: int, strip: ir.Value, unit: ir.Value, units: ir.Value) -> list:
-    """The words of one strip and unit from a plane of this width, shifted so that the strip's first bits are lowest."""
-    columns = LANES // width
-    runs = max(1, STRIP // columns)  # an 8-bit strip lies in two runs
-    sharing = max(1, columns // STRIP)  # strips that share a run in 1- and 2-bit planes
-    words = []
-    for i in range(runs):
-        run = b.add(b.mul(strip, I64(runs)), I64(i)) if sharing == 1 else b.udiv(strip, I64(sharing))
-        word = _load(b, pointer, b.mul(b.add(b.mul(run, units), unit), I64(LANES)), _vector(I32))
-        if sharing > 1:
-            shift = b.mul(b.urem(strip, I64(sharing)), I64(2 * width * STRIP))
-            word = b.lshr(word, _broadcast(b, b.trunc(shift, I32)))
-        words.append(word)
-    return words
+def _mask(width: int, place: int = 0) -> ir.Constant:
+    """`width` ones from bit `place` on in every byte."""
+    return _every(I32, (((1 << width) - 1) << place) * 0x01010101)
 
 
-def _codes(b: ir.IRBuilder, low: list, high: list, bits: int, column: int, half: int, clean: bool) -> ir.Value:
-    """The codes of 16 rows. Bits above the code are cleared only if `clean`: a table lookup does not see them."""
-    width, upper = PLANES[bits]
-    columns = min(STRIP, LANES // width)
-    field = 2 * (column % columns) + half
-    code = b.lshr(low[column // columns], _every(I32, field * width))
-    below = _every(I32, (1 << width) - 1)
-    if upper == 0:
-        return b.and_(code, below) if clean else code
-    shift = (2 * column + half) * upper - width
-    top = b.lshr(high[0], _every(I32, shift)) if shift >= 0 else b.shl(high[0], _every(I32, -shift))
-    above = ((1 << upper) - 1) << width if clean else 0xFFFFFFFF - ((1 << width) - 1)
-    return b.or_(b.and_(code, below), b.and_(top, _every(I32, above)))
+def _words(b: ir.IRBuilder, plane: Any, width: int, strip: ir.Value, unit: ir.Value, word: ir.Value) -> ir.Value:
+    """Word `word` of all lanes of a plane of this width."""
+    units = cgutils.unpack_tuple(b, plane.shape)[1]
+    place = b.add(b.mul(b.add(b.mul(strip, units), unit), I64(width)), word)
+    return _load(b, plane.data, b.mul(place, I64(STRIP)), _vector(I32))
 
 
-def _weights(b: ir.IRBuilder, grid: list, codes: ir.Value, column: int, by_table: bool) -> ir.Value:
-    """The dequantized weights of 16 rows of one column."""
-    if by_table:
-        return _call(b, "llvm.x86.avx512.permvar.sf.512", _vector(FLOAT), [grid[column], codes])
-    scale, zero = grid[2 * column], grid[2 * column + 1]
-    return _round_to_half(b, b.fmul(b.fsub(b.uitofp(codes, _vector(FLOAT)), zero), scale))
+def _quad(b: ir.IRBuilder, low: Any, high: Any, bits: int, strip: ir.Value, unit: ir.Value, quad: ir.Value) -> ir.Value:
+    """Four rows: a byte for the code of each, in a word for each column. A constant `quad` costs no arithmetic."""
+    parts = []
+    for plane, width, below in zip((low, high), PLANES[bits], (0, PLANES[bits][0]), strict=True):
+        if width == 0:
+            continue
+        each = 8 // width  # fours of rows in a word
+        word = _words(b, plane, width, strip, unit, b.udiv(quad, I64(each)))
+        if width < 8:
+            shift = _broadcast(b, b.trunc(b.mul(b.urem(quad, I64(each)), I64(width)), I32))
+            word = b.and_(b.lshr(word, shift), _mask(width))
+        parts.append(b.shl(word, _every(I32, below)) if below else word)
+    return parts[0] if len(parts) == 1 else b.or_(*parts)
+
+
+def _code(b: ir.IRBuilder, quad: ir.Value, row: int) -> ir.Value:
+    """The codes of one of the four rows as float32."""
+    return b.uitofp(b.and_(b.lshr(quad, _every(I32, 8 * row)), _every(I32, 255)), _vector(FLOAT))
+
+
+def _weight(b: ir.IRBuilder, quad: ir.Value, row: int, scale: ir.Value, zero: ir.Value) -> ir.Value:
+    """The dequantized weights of one of the four rows."""
+    return _round_to_half(b, b.fmul(b.fsub(_code(b, quad, row), zero), scale))
 
 
 def _unpacked(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any, indices: tuple[int, ...]) -> list:
@@ -194,108 +255,124 @@ def vectors(typing, count):  # type: ignore[no-untyped-def]
     return kind(count), emit
 
 
-@intrinsic(prefer_literal=True)
-def grids(typing, scales, zeros, index, bits, by_table):  # type: ignore[no-untyped-def]
-    """What decodes the 4 columns at `index` of scales and zeros: a table for each, or its scale and zero point."""
-    kind = types.UniTuple(VECTOR, STRIP if by_table.literal_value else 2 * STRIP)
-    levels = 1 << bits.literal_value
+@intrinsic
+def grid(typing, scales, zeros, strip, group):  # type: ignore[no-untyped-def]
+    """Scales and zero points of one group of a strip, as float32."""
+    kind = types.UniTuple(VECTOR, 2)
 
     def emit(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         scales, zeros = _unpacked(context, b, signature, arguments, (0, 1))
         stored = signature.args[0].dtype
-        four = _load(b, scales.data, arguments[2], _vector(FLOAT if stored == types.float32 else ir.IntType(16), STRIP))
-        four = four if stored == types.float32 else _half_to_float(b, four)
-        middle = b.uitofp(_load(b, zeros.data, arguments[2], _vector(ir.IntType(8), STRIP)), _vector(FLOAT, STRIP))
-        result = []
-        for column in range(STRIP):
-            scale = _broadcast(b, b.extract_element(four, I32(column)))
-            zero = _broadcast(b, b.extract_element(middle, I32(column)))
-            if by_table.literal_value:
-                # The lookup takes four bits of a word: repeated, the table ignores those above the code.
-                codes = ir.Constant(_vector(FLOAT), [float(lane % levels) for lane in range(LANES)])
-                result.append(_round_to_half(b, b.fmul(b.fsub(codes, zero), scale)))
-            else:
-                result += [scale, zero]
-        return context.make_tuple(b, kind, result)
+        place = b.add(b.mul(arguments[2], cgutils.unpack_tuple(b, scales.shape)[1]), arguments[3])
+        scale = _load(b, scales.data, b.mul(place, I64(STRIP)), _vector(FLOAT if stored == types.float32 else I16))
+        scale = scale if stored == types.float32 else b.fpext(b.bitcast(scale, _vector(HALF)), _vector(FLOAT))
+        alone = b.icmp_unsigned("==", cgutils.unpack_tuple(b, zeros.strides)[0], I64(STRIP))
+        common = b.and_(alone, b.icmp_unsigned("==", cgutils.unpack_tuple(b, zeros.shape)[0], I64(1)))
+        place = b.select(common, I64(0), place)
+        zero = b.uitofp(_load(b, zeros.data, b.mul(place, I64(STRIP)), _vector(I8)), _vector(FLOAT))
+        return context.make_tuple(b, kind, [scale, zero])
 
-    return kind(scales, zeros, index, bits, by_table), emit
+    return kind(scales, zeros, strip, group), emit
 
 
 @intrinsic(prefer_literal=True)
-def accumulate(typing, total, grid, x, place, low, high, strip, unit, bits, by_table):  # type: ignore[no-untyped-def]
-    """`total` plus the products of one unit: x [rows, in] at unit `place`, weights of `strip` at `unit`."""
-    rows, width, table = total.count // STRIP, bits.literal_value, by_table.literal_value
+def multiply_integers(typing, part, zero, codes, x_scales, sums, place, low, high, strip, unit, bits):  # type: ignore[no-untyped-def]
+    """`part` plus `x · (code - zero)` of one unit for each row: x at unit `place`, codes of `strip` at `unit`."""
+    rows, width = part.count, bits.literal_value
 
     def emit(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        sums, grid = cgutils.unpack_tuple(b, arguments[0]), cgutils.unpack_tuple(b, arguments[1])
-        x, low, high = _unpacked(context, b, signature, arguments, (2, 4, 5))
+        totals = cgutils.unpack_tuple(b, arguments[0])
+        codes, scales, sums, low, high = _unpacked(context, b, signature, arguments, (2, 3, 4, 6, 7))
+        units = cgutils.unpack_tuple(b, scales.shape)[1]
+        places = [b.add(b.mul(units, I64(row)), arguments[5]) for row in range(rows)]
+        inputs = [b.bitcast(b.gep(codes.data, [b.mul(place, I64(2 * UNIT))]), I32.as_pointer()) for place in places]
+        products = [[_every(I32, 0)] * 2 for _ in range(rows)]
+        for index in range(QUADS):
+            quad = _quad(b, low, high, width, arguments[8], arguments[9], I64(index))
+            for row in range(rows):
+                for byte in range(2):
+                    four = _broadcast(b, b.load(b.gep(inputs[row], [I64(byte * QUADS + index)])))
+                    operands = [products[row][byte], quad, four]
+                    products[row][byte] = _call(b, "llvm.x86.avx512.vpdpbusd.512", _vector(I32), operands)
+        middle = b.fptosi(arguments[1], _vector(I32))
+        for row in range(rows):
+            high_bytes, low_bytes = products[row]
+            offset = b.mul(middle, _broadcast(b, b.load(b.gep(sums.data, [places[row]]))))
+            whole = b.sub(b.add(b.shl(high_bytes, _every(I32, 8)), low_bytes), offset)
+            scale = _broadcast(b, b.load(b.gep(scales.data, [places[row]])))
+            totals[row] = _multiply_add(b, b.sitofp(whole, _vector(FLOAT)), scale, totals[row])
+        return context.make_tuple(b, signature.args[0], totals)
+
+    return part(part, zero, codes, x_scales, sums, place, low, high, strip, unit, bits), emit
+
+
+@intrinsic(prefer_literal=True)
+def multiply_floats(typing, total, scale, zero, x, place, low, high, strip, unit, quad, bits):  # type: ignore[no-untyped-def]
+    """`total` plus the products of four rows of a unit: x [rows, in] at unit `place`, weights of `strip` at `unit`."""
+    rows, width = total.count, bits.literal_value
+
+    def emit(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        totals = cgutils.unpack_tuple(b, arguments[0])
+        x, low, high = _unpacked(context, b, signature, arguments, (3, 5, 6))
         length = cgutils.unpack_tuple(b, x.shape)[1]
-        lows, highs = _planes(b, low, high, width, arguments[6], arguments[7])
-        for half in range(2):
-            start = b.add(b.mul(arguments[3], I64(UNIT)), I64(half * LANES))
-            inputs = [_load(b, x.data, b.add(b.mul(length, I64(row)), start), _vector(FLOAT)) for row in range(rows)]
-            for column in range(STRIP):
-                weights = _weights(b, grid, _codes(b, lows, highs, width, column, half, not table), column, table)
-                for row in range(rows):
-                    i = row * STRIP + column
-                    sums[i] = _call(b, "llvm.fma.v16f32", _vector(FLOAT), [weights, inputs[row], sums[i]])
-        return context.make_tuple(b, signature.args[0], sums)
+        four = _quad(b, low, high, width, arguments[7], arguments[8], arguments[9])
+        first = b.add(b.mul(arguments[4], I64(UNIT)), b.mul(arguments[9], I64(4)))
+        for n in range(4):
+            weight = _weight(b, four, n, arguments[1], arguments[2])
+            for row in range(rows):
+                place = b.add(b.add(b.mul(length, I64(row)), first), I64(n))
+                value = _broadcast(b, b.load(b.gep(x.data, [place])))
+                totals[row] = _multiply_add(b, weight, value, totals[row])
+        return context.make_tuple(b, signature.args[0], totals)
 
-    return total(total, grid, x, place, low, high, strip, unit, bits, by_table), emit
+    return total(total, scale, zero, x, place, low, high, strip, unit, quad, bits), emit
 
 
 @intrinsic(prefer_literal=True)
-def write(typing, grid, out, row, place, low, high, strip, unit, bits, by_table):  # type: ignore[no-untyped-def]
-    """Dequantize one unit of a strip into rows 4·row … of out [columns, in], at unit `place`."""
-    width, table = bits.literal_value, by_table.literal_value
+def write(typing, scale, zero, out, place, column, low, high, strip, unit, quad, bits):  # type: ignore[no-untyped-def]
+    """Dequantize four rows of one unit of a strip into `out` [in, columns], at unit `place` and strip `column`."""
+    width = bits.literal_value
 
     def emit(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        grid = cgutils.unpack_tuple(b, arguments[0])
-        out, low, high = _unpacked(context, b, signature, arguments, (1, 4, 5))
+        out, low, high = _unpacked(context, b, signature, arguments, (2, 5, 6))
         length = cgutils.unpack_tuple(b, out.shape)[1]
-        lows, highs = _planes(b, low, high, width, arguments[6], arguments[7])
-        for column in range(STRIP):
-            line = b.mul(b.add(b.mul(arguments[2], I64(STRIP)), I64(column)), length)
-            for half in range(2):
-                start = b.add(b.mul(arguments[3], I64(UNIT)), I64(half * LANES))
-                weights = _weights(b, grid, _codes(b, lows, highs, width, column, half, not table), column, table)
-                target = b.bitcast(b.gep(out.data, [b.add(line, start)]), _vector(FLOAT).as_pointer())
-                b.store(weights, target, align=4)
+        four = _quad(b, low, high, width, arguments[7], arguments[8], arguments[9])
+        first = b.add(b.mul(arguments[3], I64(UNIT)), b.mul(arguments[9], I64(4)))
+        for n in range(4):
+            weight = _weight(b, four, n, arguments[0], arguments[1])
+            if signature.args[2].dtype != types.float32:
+                weight = _bfloat_bits(b, weight)
+            line = b.mul(b.add(first, I64(n)), length)
+            target = b.gep(out.data, [b.add(line, b.mul(arguments[4], I64(STRIP)))])
+            b.store(weight, b.bitcast(target, weight.type.as_pointer()), align=2)
         return context.get_dummy_value()
 
-    return types.none(grid, out, row, place, low, high, strip, unit, bits, by_table), emit
+    return types.none(scale, zero, out, place, column, low, high, strip, unit, quad, bits), emit
 
 
-@intrinsic(prefer_literal=True)
-def add_lanes(typing, total, y, strip):  # type: ignore[no-untyped-def]
-    """Add the sum over the lanes of each vector to its place in y [rows, out]."""
+@intrinsic
+def scaled(typing, total, part, scale):  # type: ignore[no-untyped-def]
+    """`total + part · scale`, row by row."""
+
+    def emit(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        totals, parts = cgutils.unpack_tuple(b, arguments[0]), cgutils.unpack_tuple(b, arguments[1])
+        found = [_multiply_add(b, part, arguments[2], total) for total, part in zip(totals, parts, strict=True)]
+        return context.make_tuple(b, signature.args[0], found)
+
+    return total(total, part, scale), emit
+
+
+@intrinsic
+def add_to(typing, total, y, strip):  # type: ignore[no-untyped-def]
+    """Add each vector to its strip of a row of y [rows, out]."""
 
     def emit(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         (y,) = _unpacked(context, b, signature, arguments, (1,))
         width = cgutils.unpack_tuple(b, y.shape)[1]
-        for i, vector in enumerate(cgutils.unpack_tuple(b, arguments[0])):
-            row, column = divmod(i, STRIP)
-            index = b.add(b.mul(width, I64(row)), b.add(b.mul(arguments[2], I64(STRIP)), I64(column)))
-            target = b.gep(y.data, [index])
-            b.store(b.fadd(b.load(target), _sum_of_lanes(b, vector)), target)
+        for row, vector in enumerate(cgutils.unpack_tuple(b, arguments[0])):
+            index = b.add(b.mul(width, I64(row)), b.mul(arguments[2], I64(STRIP)))
+            target = b.bitcast(b.gep(y.data, [index]), vector.type.as_pointer())
+            b.store(b.fadd(b.load(target, align=4), vector), target, align=4)
         return context.get_dummy_value()
 
     return types.none(total, y, strip), emit
-
-
-def _planes(b: ir.IRBuilder, low: Any, high: Any, bits: int, strip: ir.Value, unit: ir.Value) -> tuple[list, list]:
-    width, upper = PLANES[bits]
-    units = cgutils.unpack_tuple(b, low.shape)[1]
-    lows = _words(b, low.data, width, strip, unit, units)
-    return lows, _words(b, high.data, upper, strip, unit, units) if upper else []
-
-
-def _sum_of_lanes(b: ir.IRBuilder, vector: ir.Value) -> ir.Value:
-    """Halves added to halves, so that the order is fixed."""
-    lanes = LANES
-    while lanes > 1:
-        lanes //= 2
-        undefined = ir.Constant(vector.type, ir.Undefined)
-        near, far = (ir.Constant(_vector(I32, lanes), list(range(s, s + lanes))) for s in (0, lanes))
-        vector = b.fadd(b.shuffle_vector(vector, undefined, near), b.shuffle_vector(vector, undefined, far))
-    return b.extract_element(vector, I32(0))

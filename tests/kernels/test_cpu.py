@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quantkit import kernels
-from quantkit.kernels import jit
-from quantkit.kernels.cpu import FEW_ROWS
-from quantkit.kernels.planes import HUGE_PAGE, Planes, empty_plane
+from quantkit.kernels import jit, multiply
+from quantkit.kernels.cpu import FEW_ROWS, FEW_ROWS_OF_INTEGERS
+from quantkit.kernels.planes import HUGE_PAGE, UNIT, Planes, empty_plane
 from quantkit.kernels.protocol import WIDTHS, GptqWeight, Repacked
 
 cpu = kernels.backend("cpu", "cpu")
@@ -29,12 +29,62 @@ def _inputs(m: int, rows: int) -> Tensor:
     return torch.randn(m, rows, generator=torch.Generator().manual_seed(7))
 
 
+needs_byte_products = pytest.mark.skipif(
+    not multiply.HAS_BYTE_PRODUCTS, reason="this processor multiplies no bytes: no integer products to look at"
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_a_row_gets_the_same_bits_in_every_small_batch(bits: int) -> None:
-    repacked, x = _repacked(160, 96, bits), _inputs(FEW_ROWS, 160)
+def test_a_row_gets_the_same_bits_in_every_small_batch(bits: int, dtype: torch.dtype) -> None:
+    most = FEW_ROWS_OF_INTEGERS if dtype == torch.bfloat16 and multiply.HAS_BYTE_PRODUCTS else FEW_ROWS
+    repacked, x = _repacked(160, 96, bits), _inputs(most, 160).to(dtype)
     alone = torch.cat([cpu.gptq_matmul(row, repacked) for row in x.split(1)])
-    for m in (2, 3, 4, 5, FEW_ROWS):
+    for m in (2, 3, 4, 5, most):
         assert torch.equal(cpu.gptq_matmul(x[:m], repacked), alone[:m])
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """X int32, scales and sums of `round_rows`, X put together from its bytes."""
+    m, units = x.shape[0], x.shape[1] // UNIT
+    codes, scales = np.empty((m, units, 2 * UNIT), np.int8), np.empty((m, units), np.float32)
+    sums = np.empty((m, units), np.int32)
+    multiply.round_rows(x.numpy(), codes, scales, sums)
+    upper, lower = torch.from_numpy(codes).to(torch.int32).split(UNIT, 2)
+    return 256 * upper + lower, torch.from_numpy(scales), torch.from_numpy(sums)
+
+
+def test_rows_are_rounded_to_sixteen_bits_of_the_largest_of_each_unit() -> None:
+    x = torch.cat([_inputs(3, 96), torch.tensor([[6e4, -6e4, 1e-38, 0.0] * 24]), torch.zeros(1, 96)])
+    found, scales, sums = _rounded(x)
+    units = x.view(5, 3, UNIT)
+    assert torch.equal(found.sum(2), sums)
+    assert torch.equal(found.abs().amax(2)[:4], torch.full((4, 3), multiply.LARGEST))
+    off = (found * scales[:, :, None] - units).abs().amax(2)
+    assert bool((off <= units.abs().amax(2) / (2 * multiply.LARGEST) * 1.005).all())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("m", [1, 3])
+def test_what_is_not_finite_in_a_row_spoils_that_row_alone(value: float, m: int) -> None:
+    repacked, x = _repacked(96, 64, 4), _inputs(m, 96).to(torch.bfloat16)
+    expected = cpu.gptq_matmul(x, repacked)
+    x[0, 40] = value
+    found = cpu.gptq_matmul(x, repacked)
+    assert not bool(torch.isfinite(found[0]).any())
+    assert torch.equal(found[1:], expected[1:])
+
+
+@needs_byte_products
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_integer_products_are_nearer_than_bfloat16_is(bits: int) -> None:
+    """Both forms for the same x, before the result is rounded to bfloat16."""
+    repacked, x = _repacked(512, 96, bits), _inputs(4, 512).to(torch.bfloat16)
+    from quantkit.kernels import cpu as module
+
+    integer, float_ = (module._multiply_few(x, repacked, integer=integer) for integer in (True, False))
+    off = (integer - float_).square().mean().sqrt() / float_.square().mean().sqrt()
+    assert 0 < float(off) < 4e-4  # rounding of weights to float16, which integer products leave out; bfloat16: 2e-3
 
 
 @pytest.mark.parametrize("m", [1, 3, FEW_ROWS + 1])

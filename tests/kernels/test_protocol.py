@@ -14,8 +14,8 @@ from quantkit.errors import FormatError
 from quantkit.kernels import multiply
 from quantkit.kernels.protocol import WIDTHS, Backend, Exl2Weight, GptqWeight
 
-# The CPU kernels are swept a second time as on a processor without AVX-512.
-BACKENDS = ("reference", "cpu", "cpu without permute")
+# The CPU kernels are swept a second time as on a processor that cannot multiply bytes.
+BACKENDS = ("reference", "cpu", "cpu without byte products")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # Error of a float32 sum over its terms, and of a result that is stored in the dtype of x; both in units of y's spread.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}
@@ -24,8 +24,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch) -> Backend:
     name = request.param.split()[0]
-    if request.param.endswith("without permute"):
-        monkeypatch.setattr(multiply, "HAS_PERMUTE", False)
+    if request.param.endswith("without byte products"):
+        monkeypatch.setattr(multiply, "HAS_BYTE_PRODUCTS", False)
     return kernels.backend("cpu", name)
 
 
