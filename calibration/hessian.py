@@ -55,7 +55,7 @@ class Hessian:
 
         counts  float32 [m]: how often each token is in the sum, in place of once; the mean is over all tokens as before
         """
-        counts = torch.ones(len(x)) if counts is None else counts
+        counts = torch.ones(len(x), device=x.device) if counts is None else counts
         while len(x):
             room = slice(self._filled, min(self._filled + len(x), CHUNK_TOKENS))
             taken = room.stop - room.start

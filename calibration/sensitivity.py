@@ -165,7 +165,7 @@ class _Squares:
     def take_covariances(self, tokens: int) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
         """Nothing more is to come: hands them over and forgets them."""
         for name in list(self._sums):
-            yield name, tuple((chunk / tokens).bfloat16() for chunk in self._sums.pop(name))
+            yield name, tuple((chunk / tokens).bfloat16().cpu() for chunk in self._sums.pop(name))
 
     def _add_covariance(self, name: str, rows: Tensor) -> None:
         """Of the sums, the chunks on the diagonal."""

@@ -30,8 +30,16 @@ DTYPES = (torch.float32, torch.bfloat16)
 class ActivationStream:
     """Hidden states of all calibration rows, `tokens` of them, between two blocks, in batches of whole rows."""
 
-    def __init__(self, slots: "_Slots", row_counts: list[int], length: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        slots: "_Slots",
+        row_counts: list[int],
+        length: int,
+        dtype: torch.dtype,
+        at_once: int | None = None,
+    ) -> None:
         self.tokens = sum(row_counts) * length
+        self._at_once = at_once
         self._length = length
         self._slots = slots
         self._row_counts = row_counts
@@ -101,7 +109,12 @@ class ActivationStream:
     def batches(self) -> Iterator[Tensor]:
         """The states `[b, length, hidden]` in row order. They are not to be changed in place."""
         for number in range(len(self._row_counts)):
-            yield self._slots.get(number)
+            hidden = self._slots.get(number)
+            yield from (hidden,) if self._at_once is None else hidden.split(self._at_once)
+
+    def finer(self, rows: int) -> "ActivationStream":
+        """The same states for a reader that takes no more than so many rows at once."""
+        return ActivationStream(self._slots, self._row_counts, self._length, self._dtype, rows)
 
     def advance(self, block: Callable[[Tensor], Tensor], name: str) -> None:
         """Replace every batch by what the block makes of it. Raises CalibrationError for NaN or infinity."""

@@ -289,6 +289,7 @@ class _Gathering:
     @classmethod
     def of(cls, linear: Linear, counts: Tensor | None, dtype: torch.dtype) -> "_Gathering":
         share = TOKEN_SHARE if counts is None else 0.0
+        counts = None if counts is None else counts.to(linear.device)
         hessian = Hessian(linear.in_features, linear.name, token_share=share, device=linear.device, dtype=dtype)
         return cls(hessian, counts)
 

@@ -2,7 +2,7 @@
 
 Weights are `[in, out]` here, since GPTQ and EXL2 both store rows of input features. A solved weight is a matrix of
 integer codes cut into groups of consecutive rows; every group has one grid, and a grid says which real value each
-code stands for. Nothing here knows a file name, a model or a device.
+code stands for. Nothing here knows a file name or a model.
 """
 
 from abc import ABC, abstractmethod
@@ -76,6 +76,11 @@ class Grid:
         """uint8 [rows, out] → float32 [rows, out]."""
         return (codes.to(torch.int32) - self.zero).to(torch.float32) * self.scale
 
+    def to(self, device: str | torch.device) -> "Grid":
+        """The same on a device."""
+        stored = {name: tensor.to(device) for name, tensor in self.stored.items()}
+        return Grid(self.scale.to(device), self.zero.to(device), self.top, stored)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
@@ -94,10 +99,15 @@ class Codes:
 
     def dequantize(self) -> Tensor:
         """The weight these codes stand for, float32 [in, out], rows in the model's own order."""
-        weight = torch.empty(self.q.shape, dtype=torch.float32)
+        weight = torch.empty(self.q.shape, dtype=torch.float32, device=self.q.device)
         for grid, (_, start, end) in zip(self.grids, self.layout.spans(), strict=True):
             weight[self.order[start:end]] = grid.dequantize(self.q[start:end])
         return weight
+
+    def to(self, device: str | torch.device) -> "Codes":
+        """The same on a device."""
+        grids = tuple(grid.to(device) for grid in self.grids)
+        return Codes(self.q.to(device), grids, self.layout, self.order.to(device))
 
 
 class StoredTensor(ABC):

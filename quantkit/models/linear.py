@@ -41,12 +41,12 @@ class Linear:
         return out.reshape(*x.shape[:-1], self.out_features)
 
     def weight(self) -> Tensor:
-        """float32 `[in, out]`, in memory of its own: the weight as stored, not as rounded to `dtype`."""
-        return self.stored.dequantize().to(torch.float32).contiguous()
+        """float32 `[in, out]` on its device, in memory of its own: the weight as stored, not as rounded to `dtype`."""
+        return self.stored.dequantize().to(self.device).to(torch.float32).contiguous()
 
     def columns(self, outputs: slice) -> Tensor:
         """float32 `[in, n]`: the weight of some outputs."""
-        return self.stored.dequantize()[:, outputs].to(torch.float32).contiguous()
+        return self.stored.dequantize()[:, outputs].to(self.device).to(torch.float32).contiguous()
 
     def replace(self, stored: StoredTensor) -> None:
         """Use another form of this weight from now on."""

@@ -72,12 +72,12 @@ def solve_together(
     layout = codec.layout(len(factor.order))
     whole = codec.whole_groups(len(factor.order))
     if codec.act_order or whole is not None:
-        assert whole is None or _keeps_together(factor.order, whole, layout), "order the rows with `grouped`"
+        assert whole is None or _keeps_together(factor.order.cpu(), whole, layout), "order the rows with `grouped`"
         grids = _round_act_order(rounding, codec, layout)
         order, q = factor.order, rounding.q
     else:
         grids = _round_static(rounding, codec, layout)
-        order, q = torch.arange(len(factor.order)), torch.empty_like(rounding.q)
+        order, q = torch.arange(len(factor.order), device=factor.order.device), torch.empty_like(rounding.q)
         q[factor.order] = rounding.q
     losses = rounding.losses()
     known = find_energies(weights, factor) if energies is None else energies
@@ -219,7 +219,7 @@ def _round_to_nearest(weight: Tensor, codec: Codec) -> Solution:
     groups = [(group, weight[start:end]) for group, start, end in layout.spans()]
     grids = tuple(codec.fit(rows, group.bits, None) for group, rows in groups)
     q = torch.cat([grid.quantize(rows) for grid, (_, rows) in zip(grids, groups, strict=True)])
-    codes = Codes(q, grids, layout, torch.arange(len(weight)))
+    codes = Codes(q, grids, layout, torch.arange(len(weight), device=weight.device))
     losses = _column_squares(weight - codes.dequantize())
     return Solution(codes, losses, _column_squares(weight))
 

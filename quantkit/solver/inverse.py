@@ -61,7 +61,7 @@ def grouped(hessian: Tensor, groups: Tensor) -> Tensor:
     For weights that were quantized before: within an old group they lie on a few values, which a new group of the same
     rows can meet and one of other rows cannot. groups int64 [in].
     """
-    diagonal = hessian.diagonal().double()
+    diagonal = hessian.diagonal().double().cpu()  # sums on a GPU have no order of their own
     count = int(groups.max()) + 1
     rows = torch.bincount(groups, minlength=count)
     means = torch.zeros(count, dtype=torch.float64).index_add_(0, groups, diagonal) / rows.clamp(min=1)
@@ -69,8 +69,8 @@ def grouped(hessian: Tensor, groups: Tensor) -> Tensor:
     places = sorted(range(count), key=lambda group: (not bool(whole[group]), -float(means[group]), group))
     rank = torch.empty(count, dtype=torch.int64)
     rank[torch.tensor(places)] = torch.arange(count)
-    inside = descending(hessian)
-    return inside[torch.argsort(rank[groups[inside]], stable=True)]
+    inside = descending(hessian).cpu()
+    return inside[torch.argsort(rank[groups[inside]], stable=True)].to(hessian.device)
 
 
 def factor(
@@ -99,7 +99,7 @@ def factor(
     mean = float(diagonal[live].double().mean())
     flipped = hessian.view_as(hessian).detach() if last else hessian.clone()
     if last:
-        hessian.set_(torch.UntypedStorage(0, device=hessian.device))  # `resize_` would not give its memory up
+        hessian.set_()  # `resize_` would not give its memory up
     _permute(flipped, order.flip(0))
     squares = _squares(flipped)
     for step in DAMPING_STEPS:
@@ -175,7 +175,7 @@ def _unit_lower(flipped: Tensor) -> Tensor:
 
     Flipped back, L is the upper U with H = U Uᵀ. Its columns divided by the roots of D = diag(U)² are Bᵀ.
     """
-    _permute(flipped.tril_(), torch.arange(len(flipped) - 1, -1, -1))
+    _permute(flipped.tril_(), torch.arange(len(flipped) - 1, -1, -1, device=flipped.device))
     _transpose(flipped)
     roots = flipped.diagonal().clone()
     flipped.div_(roots[:, None])
