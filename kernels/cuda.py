@@ -27,6 +27,7 @@ from quantkit.kernels.tiles import (
     gptq_tiles,
     untile_columns,
 )
+from quantkit.kernels.workspace import Workspace
 
 Tensors = Sequence[Tensor]
 
@@ -90,6 +91,20 @@ class CudaBackend(ReferenceBackend):
     def device(self) -> torch.device:
         """The device that is current."""
         return self._launcher.device()
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Whether its kernels can use the memory of `tensor`."""
+        return self._launcher.reaches(tensor)
+
+    def multiplies(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether it multiplies a few rows of this dtype by a packed weight in one kernel."""
+        least = {torch.float16: 75, torch.bfloat16: 80}.get(dtype)
+        return least is not None and self._launcher.architecture(device) >= least
+
+    def within(self) -> tuple["CudaBackend", Workspace]:
+        """The same backend in memory that is made once, see `Workspace`."""
+        workspace = Workspace(self._launcher)
+        return CudaBackend(workspace, self.reason), workspace
 
     def processors(self, device: torch.device) -> int:
         """Multiprocessors of a device."""
@@ -223,8 +238,7 @@ class CudaBackend(ReferenceBackend):
 
     def _fused(self, x: Tensor) -> bool:
         """Whether the matmul kernels take this x: few rows, of a dtype that the tensor cores multiply."""
-        least = {torch.float16: 75, torch.bfloat16: 80}.get(x.dtype)
-        return least is not None and len(x) <= FEW_ROWS and self._launcher.architecture(x.device) >= least
+        return len(x) <= FEW_ROWS and self.multiplies(x.dtype, x.device)
 
     def _matmul(
         self,

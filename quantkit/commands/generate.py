@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.commands import generate_queue
 from quantkit.commands.generate_queue import QueueReport
-from quantkit.commands.generate_setup import Setup, cache_rows, prompt_ids, ran_on
+from quantkit.commands.generate_setup import Setup, cache_rows, decode_rows, prompt_ids, ran_on
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.request import Completion, Delta, Tally
@@ -42,6 +42,7 @@ class GenerateReport:
             *cache_rows(done.cache),
             ["loaded in", f"{self.load_seconds:.1f} s"],
             ran_on(self.placement, self.processes),
+            *decode_rows(done.decode_path, self.placement),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -62,6 +63,7 @@ class GenerateReport:
             "dtype": self.placement.dtype_name,
             "device": self.placement.device,
             "backend": self.placement.backend,
+            "decode_path": None if done.decode_path is None else asdict(done.decode_path),
             "processes": self.processes,
         }
 

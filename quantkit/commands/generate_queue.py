@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from quantkit.calibration.json_lines import parse_line
 from quantkit.checkpoint.adapter import open_weighted
-from quantkit.commands.generate_setup import Setup, cache_rows, ran_on, read_text
+from quantkit.commands.generate_setup import Setup, cache_rows, decode_rows, ran_on, read_text
 from quantkit.errors import QuantkitError, RequestError, UsageError
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress
 from quantkit.runtime.cache_format import cache_format
+from quantkit.runtime.decode_path import DecodePath
 from quantkit.runtime.drafts import ModelDraft
 from quantkit.runtime.free_memory import free_bytes
 from quantkit.runtime.generator import Generator
@@ -73,6 +74,7 @@ class QueueReport:
     preemptions: int
     placement: Placement
     cache: CacheUse
+    decode_path: DecodePath
     processes: int = 1
 
     @property
@@ -98,6 +100,7 @@ class QueueReport:
             *cache_rows(self.cache),
             ["loaded in", f"{self.load_seconds:.1f} s"],
             ran_on(self.placement, self.processes),
+            *decode_rows(self.decode_path, self.placement),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -116,6 +119,7 @@ class QueueReport:
             "dtype": self.placement.dtype_name,
             "device": self.placement.device,
             "backend": self.placement.backend,
+            "decode_path": asdict(self.decode_path),
             "processes": self.processes,
         }
 
@@ -182,9 +186,8 @@ def run(
     seconds = time.perf_counter() - start
     answers = tuple((names[number], scheduler.served[number]) for number in sorted(names))
     counts = (scheduler.passes, scheduler.preemptions)
-    return QueueReport(
-        settings.model, answers, seconds, load_seconds, *counts, setup.placement, pool.use, setup.ranks.size
-    )
+    how = (setup.placement, pool.use, scheduler.decode_path, setup.ranks.size)
+    return QueueReport(settings.model, answers, seconds, load_seconds, *counts, *how)
 
 
 def _fit(setup: Setup, generator: Generator, lines: list[Line]) -> tuple[int, int]:

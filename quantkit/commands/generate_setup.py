@@ -10,6 +10,7 @@ from quantkit.errors import RequestError, UsageError
 from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.capacity import CachePlan
+from quantkit.runtime.decode_path import GRAPHS, KERNELS, PLAIN, DecodePath
 from quantkit.runtime.drafts import Draft, ModelDraft, NgramDraft, require_same_vocabulary
 from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load_model
@@ -160,6 +161,18 @@ def ran_on(placement: Placement, processes: int) -> list[str]:
     if processes > 1:
         told += f", {processes} processes, each with its part of weights and cache"
     return ["ran on", told]
+
+
+def decode_rows(path: DecodePath | None, placement: Placement) -> list[list[str]]:
+    """Which way decode steps took, for the console; a GPU alone has more than one."""
+    if path is None or placement.backend != "cuda":
+        return []
+    ways = {
+        PLAIN: "one operation at a time: ",
+        KERNELS: "kernels, launched one by one: ",
+        GRAPHS: "kernels in captured graphs",
+    }
+    return [["decode steps", ways[path.name] + path.reason]]
 
 
 def prompt_ids(settings: GenerateSettings, tokenizer: Tokenizer) -> list[int]:

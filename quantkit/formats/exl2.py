@@ -64,7 +64,7 @@ def decode(name: str, tensors: Mapping[str, Tensor], out_features: int | None = 
     if q_weight.dim() != 2 or q_weight.shape[1] % 32:
         raise misfit(name, "q_weight", "a matrix of a multiple of 32 columns", q_weight, DAMAGED)
     packed_rows, padded = q_weight.shape
-    layout = _layout(name, tensors["q_groups"], packed_rows)
+    layout = read_layout(name, tensors["q_groups"], packed_rows)
     count = len(layout.groups)
     if q_scale.shape != (count, padded // 8):
         raise misfit(name, "q_scale", f"shape [{count}, {padded // 8}]", q_scale, DAMAGED)
@@ -133,10 +133,8 @@ class Exl2Tensor(RepackedTensor[Exl2Weight]):
     def dequantize(self) -> Tensor:
         return kernels.backend(self._device).exl2_dequantize(self._stored())[:, : self.out_features]
 
-    def matmul(self, x: Tensor) -> Tensor:
-        backend, repacked = self._repacked()
-        y = backend.exl2_matmul(x, repacked)[:, : self.out_features]
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+    def _multiply(self, backend: Backend, repacked: Repacked, x: Tensor) -> Tensor:
+        return backend.exl2_matmul(x, repacked)[:, : self.out_features]
 
     def to(self, device: str | torch.device) -> "Exl2Tensor":
         if self._is_on(device):
@@ -262,8 +260,9 @@ def _columns(grid: Grid, columns: slice) -> Grid:
     return Grid(grid.scale[columns], grid.zero[columns], grid.top, stored)
 
 
-def _layout(name: str, q_groups: Tensor, packed_rows: int) -> Layout:
-    """The groups, from pairs of width and first packed row; a group ends where the next one starts."""
+def read_layout(name: str, q_groups: Tensor, packed_rows: int) -> Layout:
+    """The groups, from pairs of width and first packed row; a group ends where the next one starts. Raises FormatError
+    for what EXL2 cannot hold."""
     if q_groups.dim() != 1 or q_groups.numel() % 2 or not q_groups.numel():
         raise misfit(name, "q_groups", "pairs of width and first packed row", q_groups, DAMAGED)
     pairs = (q_groups.to(torch.int32) & 0xFFFF).view(-1, 2).tolist()

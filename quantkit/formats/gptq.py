@@ -89,10 +89,8 @@ class GptqTensor(RepackedTensor[GptqWeight]):
     def dequantize(self) -> Tensor:
         return kernels.backend(self._device).gptq_dequantize(self._stored())
 
-    def matmul(self, x: Tensor) -> Tensor:
-        backend, repacked = self._repacked()
-        y = backend.gptq_matmul(x, repacked)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+    def _multiply(self, backend: Backend, repacked: Repacked, x: Tensor) -> Tensor:
+        return backend.gptq_matmul(x, repacked)
 
     def to(self, device: str | torch.device) -> "GptqTensor":
         if self._is_on(device):

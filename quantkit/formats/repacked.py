@@ -4,6 +4,7 @@ from abc import abstractmethod
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from quantkit import kernels
 from quantkit.formats.codec import StoredTensor
@@ -28,6 +29,20 @@ class RepackedTensor(StoredTensor, Generic[Weight]):
     @abstractmethod
     def _restore(self, backend: Backend, repacked: Repacked) -> Weight:
         """The inverse of `_pack`."""
+
+    @abstractmethod
+    def _multiply(self, backend: Backend, repacked: Repacked, x: Tensor) -> Tensor:
+        """`x · W`, without the bias."""
+
+    def product(self, x: Tensor, backend: Backend | None = None) -> Tensor:
+        """`x [m, in] · W [in, out] → [m, out]`, without the bias. `backend`: one that reads the same repacked form, in
+        place of the weight's own."""
+        own, repacked = self._repacked()
+        return self._multiply(backend or own, repacked, x)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _is_on(self, device: str | torch.device) -> bool:
         return same_device(self._place, torch.device(device))

@@ -32,6 +32,11 @@ class Linear:
     def out_features(self) -> int:
         return self.stored.out_features
 
+    @property
+    def is_adapted(self) -> bool:
+        """Whether it adds something to what the weight computes."""
+        return self._addition is not None
+
     def __call__(self, x: Tensor) -> Tensor:
         """`[..., in]` of any float dtype → `[..., out]` in `dtype`."""
         rows = x.reshape(-1, self.in_features).to(self.dtype)

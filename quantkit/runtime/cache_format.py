@@ -69,6 +69,11 @@ class Side:
         return -(-self.head_dim // GROUP) if self.bits < 16 else 0
 
     @property
+    def block(self) -> int:
+        """Neighbours of a row that the rotation mixes; 1 where there is none."""
+        return _block(self.head_dim) if self.rotated else 1
+
+    @property
     def row_bytes(self) -> int:
         return self.width * self.dtype.itemsize + 2 * self.groups
 

@@ -7,6 +7,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,9 @@ from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.answer import Answer
 from quantkit.runtime.cache_sequence import CacheSequence
 from quantkit.runtime.capacity import CachePlan
+from quantkit.runtime.decoding import Decoding
 from quantkit.runtime.drafts import Draft, Drafting
+from quantkit.runtime.page_pool import PagePool
 from quantkit.runtime.request import Completion, Delta, Request, check
 from quantkit.runtime.running import Running, step
 from quantkit.runtime.tokenizer import Tokenizer
@@ -47,13 +50,18 @@ class Generator:
         Raises RequestError for a request that does not fit, CheckpointError for adapters that do not, GateError if the
         model's logits are no finite numbers.
         """
-        return self._steps(self._start(request))
+        return self._steps(*self._start(request))
 
     @torch.inference_mode()
     def warm_up(self, request: Request) -> None:
         """Compile what the request will run, many rows at once and one alone, so that its timings are its own."""
         for rows in {min(len(request.ids), WARM_UP_ROWS), 1}:
             self.model.forward(torch.tensor([request.ids[:rows]]), last_only=True)
+        model, plan = self.model, replace(self.cache, tokens=None)
+        pool = plan.pool(model.config, 1, model.dtype, model.device, devices=model.devices)
+        decoding = Decoding(model, pool, None)
+        if decoding.takes([1]):
+            decoding.logits([CacheSequence(pool)], [request.ids[:1]])
 
     def adapted(self, adapters: AdapterSet) -> Model:
         """The model with these adapters, made once; the weights are in memory once for all of them."""
@@ -67,15 +75,17 @@ class Generator:
         """The whole answer, with timings."""
         deltas: list[Delta] = []
         start = first = time.perf_counter()
-        running = self._start(request)
-        for delta in self._steps(running):
+        running, decoding = self._start(request)
+        for delta in self._steps(running, decoding):
             if not deltas:
                 first = time.perf_counter()
             deltas.append(delta)
         end = time.perf_counter()
         tally = running.tally if self.draft else None
         use = running.sequence.pool.use
-        return Completion(tuple(deltas), len(request.ids), first - start, end - first, tally, use)
+        return Completion(
+            tuple(deltas), len(request.ids), first - start, end - first, tally, use, decoding.path
+        )
 
     def admit(self, request: Request) -> int:
         """The cache positions that a request gets; everything that can be refused is refused here."""
@@ -92,15 +102,21 @@ class Generator:
         """Tokens guessed at a time at most."""
         return self.draft.count if self.draft else 0
 
-    def _start(self, request: Request) -> Running:
+    def _start(self, request: Request) -> tuple[Running, Decoding]:
         capacity = self.admit(request)
         model = self.model
         pool = self.cache.pool(model.config, capacity, model.dtype, model.device, devices=model.devices)
         drafting = self.drafting(len(request.ids) + request.max_new_tokens)
-        return Running(Answer(request, self.tokenizer), CacheSequence(pool, capacity), drafting)
+        running = Running(Answer(request, self.tokenizer), CacheSequence(pool, capacity), drafting)
+        return running, self.decoding(request.adapters, pool)
 
-    def _steps(self, running: Running) -> Iterator[Delta]:
+    @torch.inference_mode()
+    def decoding(self, adapters: AdapterSet, pool: PagePool) -> Decoding:
+        """Decode steps over a pool, with these adapters."""
+        return Decoding.of(self.adapted(adapters), pool)
+
+    def _steps(self, running: Running, decoding: Decoding) -> Iterator[Delta]:
         model = self.adapted(running.answer.request.adapters)
         while running.answer.finish_reason is None:
-            (deltas,) = step(model, running.sequence.pool, [(running, self.cache.piece)])
+            (deltas,) = step(model, running.sequence.pool, [(running, self.cache.piece)], decoding)
             yield from deltas

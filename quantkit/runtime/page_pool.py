@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RequestError
+from quantkit.kernels.steps import Pages
 from quantkit.runtime.cache_format import CacheFormat, Rows
 from quantkit.runtime.page_store import PAGE, PageStore
 
@@ -232,6 +233,11 @@ class PagePool:
         if len(parts) > 1:
             keys, values = (Rows.join(side) for side in zip(*parts, strict=True))
         return self.form.keys.decode(keys, dtype), self.form.values.decode(values, dtype)
+
+    def paged(self, layer: int) -> tuple[Pages, Pages]:
+        """Keys and values of a layer as the kernels of a decode step see them, for a pool without a host tier."""
+        assert self._host is None
+        return self._device.paged(layer)
 
     def _evict(self, count: int) -> None:
         """Forget so many kept pages that nobody uses, the least recently used first."""

@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.kernels.steps import PAGE
+from quantkit.kernels.steps import PAGE, Pages
 from quantkit.runtime.cache_format import CacheFormat, Rows, Side
 
 
@@ -30,6 +30,7 @@ class PageStore:
         pinned: bool = False,
     ) -> None:
         self.pages = pages
+        self._form = form
         self.size_bytes = len(devices) * kv_heads * pages * PAGE * form.row_bytes
         try:
             self._keys, self._values = (
@@ -74,6 +75,11 @@ class PageStore:
         """Keys and values of `count` rows from `position` on: views, which hold until something is put there."""
         return self._keys[layer].cut(position, count), self._values[layer].cut(position, count)
 
+    def paged(self, layer: int) -> tuple[Pages, Pages]:
+        """Keys and values as the kernels of a decode step see them: the same memory."""
+        keys, values = self._keys[layer], self._values[layer]
+        return _paged(keys, self._form.keys), _paged(values, self._form.values)
+
     def copy(self, page: int, source: "PageStore", source_page: int) -> None:
         """A whole page, all layers, from another tier or from this one."""
         here, there = slice(page * PAGE, (page + 1) * PAGE), slice(source_page * PAGE, (source_page + 1) * PAGE)
@@ -92,6 +98,14 @@ class PageStore:
             if free[index + count - 1] - free[index] == count - 1:
                 return free[index]
         return free[0] if free else 0
+
+
+def _paged(rows: Rows, side: Side) -> Pages:
+    codes, scales = (
+        None if part is None else part.unflatten(1, (-1, PAGE)).transpose(0, 1) for part in (rows.codes, rows.scales)
+    )
+    assert codes is not None
+    return Pages(codes, scales, side.bits, side.block)
 
 
 def _empty(side: Side, shape: tuple[int, int], devices: Sequence[torch.device], pinned: bool) -> list[Rows]:

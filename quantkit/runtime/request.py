@@ -13,6 +13,7 @@ from quantkit.errors import RequestError
 from quantkit.models.config import ModelConfig
 from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.capacity import CachePlan
+from quantkit.runtime.decode_path import DecodePath
 from quantkit.runtime.page_pool import CacheUse
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.stops import require_text
@@ -122,6 +123,7 @@ class Completion:
     decode_seconds    from the first token to the last
     tally             what guesses were worth, where there was a draft
     cache             what its cache took, where it had one to itself
+    decode_path       which way the steps after the prompt took
     """
 
     deltas: tuple[Delta, ...]
@@ -130,6 +132,7 @@ class Completion:
     decode_seconds: float
     tally: Tally | None = None
     cache: CacheUse | None = None
+    decode_path: DecodePath | None = None
 
     @property
     def text(self) -> str:

@@ -18,6 +18,7 @@ from quantkit.runtime.acceptance import Guess
 from quantkit.runtime.answer import Answer
 from quantkit.runtime.cache import CacheView
 from quantkit.runtime.cache_sequence import CacheSequence
+from quantkit.runtime.decoding import Decoding
 from quantkit.runtime.drafts import Drafting
 from quantkit.runtime.finite import locate
 from quantkit.runtime.page_pool import PagePool
@@ -106,24 +107,36 @@ class Running:
 
 
 @torch.inference_mode()
-def step(model: Model, pool: PagePool, parts: Sequence[tuple[Running, int]]) -> list[list[Delta]]:
-    """One pass of the model over at most so many tokens of each; the deltas of each.
+def step(
+    model: Model, pool: PagePool, parts: Sequence[tuple[Running, int]], decoding: Decoding | None = None
+) -> list[list[Delta]]:
+    """One pass of the model over at most so many tokens of each; the deltas of each. `decoding`, of the same model and
+    pool, takes the passes that it can.
 
     Raises CacheFull when the pool has too few pages, and GateError for logits that are no finite numbers.
     """
     fed = [running.feed(model, most) for running, most in parts]
     counts = [len(tokens) for tokens in fed]
+    wanted = [running.wanted for running, _ in parts]
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    rows = [column for end, count in zip(ends, wanted, strict=True) for column in range(end - count, end)]
+    if decoding is not None and decoding.takes(counts):
+        every = decoding.logits([running.sequence for running, _ in parts], fed)
+        return _taken(model, parts, every[torch.tensor(rows, dtype=torch.int64, device=every.device)], wanted)
     view = CacheView(pool, [running.sequence for running, _ in parts], counts)
     ids = torch.tensor([[token for tokens in fed for token in tokens]])
-    ends = torch.tensor(counts).cumsum(0).tolist()
-    wanted = [running.wanted for running, _ in parts]
-    rows = [column for end, count in zip(ends, wanted, strict=True) for column in range(end - count, end)]
     if not rows:
         model.hidden(ids, cache=view)
         return [[] for _ in parts]
     logits = model.forward(ids, cache=view, wanted=torch.tensor(rows))[0]
+    return _taken(model, parts, logits, wanted)
+
+
+def _taken(
+    model: Model, parts: Sequence[tuple[Running, int]], logits: Tensor, wanted: Sequence[int]
+) -> list[list[Delta]]:
     deltas = []
-    for (running, _), mine in zip(parts, logits.split(wanted), strict=True):
+    for (running, _), mine in zip(parts, logits.split(list(wanted)), strict=True):
         deltas.append(_located(model, running, mine))
     return deltas
 

@@ -20,8 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from quantkit.errors import RequestError
+from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.answer import Answer
 from quantkit.runtime.cache_sequence import CacheSequence
+from quantkit.runtime.decode_path import DecodePath
+from quantkit.runtime.decoding import Decoding
 from quantkit.runtime.generator import Generator
 from quantkit.runtime.pace import Pace
 from quantkit.runtime.page_pool import CacheFull, PagePool
@@ -105,6 +108,7 @@ class Scheduler:
         self.passes = 0
         self.preemptions = 0
         self.served: dict[int, Served] = {}
+        self._decodings: dict[str, Decoding] = {}
         self._count = 0
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []  # in the order of admission
@@ -147,14 +151,25 @@ class Scheduler:
         for entry, most in parts:
             groups.setdefault(entry.running.answer.request.adapters.key, []).append((entry, most))
         for group in groups.values():
-            model = self.generator.adapted(group[0][0].running.answer.request.adapters)
-            results = step(model, self.pool, [(entry.running, most) for entry, most in group])
+            adapters = group[0][0].running.answer.request.adapters
+            model, decoding = self.generator.adapted(adapters), self._decoding(adapters)
+            results = step(model, self.pool, [(entry.running, most) for entry, most in group], decoding)
             self.passes += 1
             for (entry, _), deltas in zip(group, results, strict=True):
                 self._keep(entry, deltas)
                 came += [(entry.number, delta) for delta in deltas]
         self.pace.note(sum(most for _, most in parts), time.perf_counter() - start)
         return came
+
+    @property
+    def decode_path(self) -> DecodePath:
+        """Which way the steps of answers take that have no adapters."""
+        return self._decoding(AdapterSet()).path
+
+    def _decoding(self, adapters: AdapterSet) -> Decoding:
+        if adapters.key not in self._decodings:
+            self._decodings[adapters.key] = self.generator.decoding(adapters, self.pool)
+        return self._decodings[adapters.key]
 
     def _admit(self) -> None:
         """Those that have waited longest, as long as they have pages. Who begins as one under way does waits for it to
@@ -262,7 +277,8 @@ class Scheduler:
         admitted, first = entry.admitted or now, entry.first or now
         tally = entry.running.tally if self.generator.draft else None
         prompt = len(entry.running.answer.request.ids)
-        completion = Completion(tuple(entry.deltas), prompt, first - admitted, now - first, tally)
+        path = self._decoding(entry.running.answer.request.adapters).path
+        completion = Completion(tuple(entry.deltas), prompt, first - admitted, now - first, tally, decode_path=path)
         waited = admitted - entry.arrived
         self.served[entry.number] = Served(completion, waited, entry.preemptions, entry.shared_tokens)
 

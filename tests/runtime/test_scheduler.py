@@ -223,9 +223,9 @@ def test_a_pass_has_no_more_tokens_than_its_budget(generator, monkeypatch):
     sizes = []
     real = module.step
 
-    def counting(model, pool, parts):
+    def counting(model, pool, parts, decoding):
         sizes.append(sum(most for _, most in parts))
-        return real(model, pool, parts)
+        return real(model, pool, parts, decoding)
 
     monkeypatch.setattr(module, "step", counting)
     serve(generator, ragged(), token_budget=48)

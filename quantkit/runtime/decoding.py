@@ -1,0 +1,122 @@
+"""Decoding: the passes of a model that add a few tokens to each text, by kernels and, where it can be, captured graphs.
+
+    decoding = Decoding.of(model, pool)
+    if decoding.takes([1, 4]):                  # never where decode steps take the plain path, which `path` says
+        logits = decoding.logits([first, second], [[7], [9, 4, 4, 8]])        # [5, vocab]
+
+One graph serves a number of rows and a number of pages, each rounded up to a power of two. A step that was not seen
+before runs launch by launch and is then captured; those that follow replay it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit import kernels
+from quantkit.errors import BackendError
+from quantkit.kernels.cuda import FEW_ROWS, CudaBackend
+from quantkit.kernels.graphs import CudaGraphs, Launches, Recorder
+from quantkit.models.transformer import Model, require_known
+from quantkit.runtime.cache_sequence import CacheSequence
+from quantkit.runtime.decode_path import GRAPHS, KERNELS, PLAIN, DecodePath, decode_path
+from quantkit.runtime.decode_step import DecodeStep, Weights, slot
+from quantkit.runtime.page_pool import PagePool
+from quantkit.runtime.page_store import PAGE
+
+MOST_TOKENS = 8
+"""Of one text in a pass. More are a piece of a prompt: its keys and values are read once for all of them elsewhere."""
+
+
+class Decoding:
+    """Decode steps of one model over one pool. `path` says how they ran so far."""
+
+    def __init__(self, model: Model, pool: PagePool, recorder: Recorder | None) -> None:
+        """Without a `recorder` every step is launched one by one."""
+        self.path = decode_path(model, pool)
+        self._model, self._pool = model, pool
+        self._recorder = recorder
+        self._weights: Weights | None = None
+        if self.path.name != PLAIN and recorder is None:
+            self.path = DecodePath(KERNELS, "this device has no CUDA graphs")
+        if self.path.name != PLAIN:
+            backend = kernels.backend(model.device.type)
+            assert isinstance(backend, CudaBackend)
+            self._weights = Weights(model, backend)
+        self._steps: dict[tuple[int, int], DecodeStep] = {}
+        self._replays: dict[tuple[int, int], Launches] = {}
+
+    @classmethod
+    def of(cls, model: Model, pool: PagePool) -> "Decoding":
+        """With graphs on a GPU."""
+        return cls(model, pool, CudaGraphs(model.device) if model.device.type == "cuda" else None)
+
+    def takes(self, counts: Sequence[int]) -> bool:
+        """Whether a pass of so many tokens of each text is a decode step."""
+        return self._weights is not None and max(counts) <= MOST_TOKENS and sum(counts) <= FEW_ROWS
+
+    @torch.inference_mode()
+    def logits(self, sequences: Sequence[CacheSequence], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Reads these tokens of each sequence, at least one, which it has then: float32 logits of every one, `[n,
+        vocab]`, in memory of the caller's own.
+
+        Raises CacheFull before anything is stored, RequestError for ids outside the vocabulary.
+        """
+        ids = [token for some in tokens for token in some]
+        require_known(torch.tensor(ids), self._model.config.vocab_size)
+        for sequence, some in zip(sequences, tokens, strict=True):
+            sequence.prepare(len(some))
+        positions: list[int] = []
+        slots: list[int] = []
+        tables: list[list[int]] = []
+        for sequence, some in zip(sequences, tokens, strict=True):
+            places = _places(sequence, sequence.length + len(some))
+            for position in range(sequence.length, sequence.length + len(some)):
+                positions.append(position)
+                slots.append(slot(places[position // PAGE], position))
+                tables.append(places[: position // PAGE + 1])
+        step = self._step(len(ids), max(map(len, tables)))
+        step.fill(ids, positions, slots, tables)
+        self._run(step)
+        for sequence, some in zip(sequences, tokens, strict=True):
+            sequence.length += len(some)
+        return step.logits[: len(ids)].clone()
+
+    def _step(self, rows: int, pages: int) -> DecodeStep:
+        assert self._weights is not None
+        key = _bucket(rows), min(_bucket(pages), self._pool.capacity // PAGE)
+        if key not in self._steps:
+            self._steps[key] = DecodeStep(self._model, self._pool, self._weights, *key)
+        return self._steps[key]
+
+    def _run(self, step: DecodeStep) -> None:
+        assert self._weights is not None
+        key = step.rows, step.pages
+        if key in self._replays:
+            self._replays[key]()
+            return
+        step.launch()
+        if self._recorder is None:
+            return
+        try:
+            with self._weights.workspace.sealed():
+                self._replays[key] = self._recorder.record(step.launch)
+            self.path = DecodePath(GRAPHS, "")
+        except (RuntimeError, BackendError) as error:
+            told = error.message if isinstance(error, BackendError) else str(error).split("\n")[0]
+            self.path = DecodePath(KERNELS, f"the launches of a step could not be captured: {told}")
+            self._recorder = None
+
+
+def _bucket(count: int) -> int:
+    """The power of two that holds it."""
+    return 1 << (count - 1).bit_length()
+
+
+def _places(sequence: CacheSequence, end: int) -> list[int]:
+    """Of the pages of a sequence up to position `end`, in its pool's device tier."""
+    places = []
+    for page in sequence.pages[: -(-end // PAGE)]:
+        assert page is not None and page.device is not None
+        places.append(page.device)
+    return places
