@@ -61,7 +61,8 @@ class Rounded(Protocol):
 class Tuned:
     """
     scales  of every rounded linear, float32 [groups, out], not yet rounded for a file
-    norms   of every norm by name without `.weight`, float32, as the checkpoint has them (without the family's offset)
+    norms   of every norm that was tuned, by name without `.weight`, float32, as the checkpoint has them (without the
+            family's offset)
     course  mean KL over each pass through the text, while it was tuned
     """
 
@@ -82,8 +83,12 @@ def tune(
     dtype: torch.dtype,
     device: Device,
     progress: Progress,
+    around: Source | None = None,
 ) -> Tuned:
     """Go `passes` times through a text `rows`, int64 `[rows, length]`, in an order that `seed` draws.
+
+    around  all else that the rounded linears are to work with, which stays as it is: norms too. By default that is the
+            original, whose norms are tuned
 
     Raises CalibrationError where states or gradients are not finite.
     """
@@ -91,7 +96,7 @@ def tune(
     generator = torch.Generator().manual_seed(seed)
     batch = max(1, BATCH_TOKENS // rows.shape[1])
     with torch.inference_mode(False), torch.no_grad():
-        student = _Student(original, rounded, config, architecture, device)
+        student = _Student(around or original, rounded, config, architecture, device, norms=around is None)
         teacher = _Reader(original, config, architecture, dtype, device)
         learner = _Reader(student, config, architecture, dtype, device)
         descent = _Descent(student.leaves, steps=passes * math.ceil(len(rows) / batch))
@@ -162,14 +167,20 @@ class _Student:
     """The rounded model as a source. A leaf, at first 0, is the relative change of each scale and each norm."""
 
     def __init__(
-        self, original: Source, rounded: Rounded, config: ModelConfig, architecture: Architecture, device: Device
+        self,
+        around: Source,
+        rounded: Rounded,
+        config: ModelConfig,
+        architecture: Architecture,
+        device: Device,
+        *,
+        norms: bool = True,
     ) -> None:
-        self._original, self._rounded = original, rounded
+        self._around, self._rounded = around, rounded
         self._offset = architecture.norm_offset
         names = [name for index in range(config.num_layers) for name in architecture.norms(config, index)]
-        self._norms = {
-            name: original.tensor(f"{name}.weight").to(device, torch.float32) for name in (*names, FINAL_NORM)
-        }
+        tuned = (*names, FINAL_NORM) if norms else ()
+        self._norms = {name: around.tensor(f"{name}.weight").to(device, torch.float32) for name in tuned}
         self._scales = {name: scale.to(device, torch.float32) for name, scale in rounded.scales.items()}
         self._changes = {
             name: torch.zeros_like(tensor).requires_grad_() for name, tensor in (self._scales | self._norms).items()
@@ -187,15 +198,15 @@ class _Student:
         return {name: self._norm(name).detach() for name in self._norms}
 
     def has(self, name: str) -> bool:
-        return self._original.has(name)
+        return self._around.has(name)
 
     def tensor(self, name: str) -> Tensor:
         module = name.removesuffix(".weight")
-        return self._norm(module) if module in self._norms else self._original.tensor(name)
+        return self._norm(module) if module in self._norms else self._around.tensor(name)
 
     def linear(self, name: str) -> StoredTensor:
         if name not in self._scales:
-            return self._original.linear(name)
+            return self._around.linear(name)
         return _Scaled(self._rounded.linear(name), self._scale(name))
 
     def _scale(self, name: str) -> Tensor:

@@ -223,7 +223,7 @@ def require_target(target: float) -> None:
 
 def _planned(spec: LinearSpec, mix: str) -> PlannedLinear:
     try:
-        return _with_layout(spec, exl2_layout.mixed(spec.in_features, exl2_mix.read(mix)))
+        return with_layout(spec, exl2_layout.mixed(spec.in_features, exl2_mix.read(mix)))
     except FormatError as error:
         raise PlanError(
             f"`{spec.name}` cannot get `{mix}`: {error.message}", hint="move it to `dense` with a reason"
@@ -233,10 +233,11 @@ def _planned(spec: LinearSpec, mix: str) -> PlannedLinear:
 def _planned_head(spec: LinearSpec, head_bits: int) -> PlannedLinear | None:
     """None where EXL2 cannot hold it."""
     layout = exl2_mix.head_layout(head_bits, spec.in_features)
-    return None if layout is None else _with_layout(spec, layout)
+    return None if layout is None else with_layout(spec, layout)
 
 
-def _with_layout(spec: LinearSpec, layout: Layout) -> PlannedLinear:
+def with_layout(spec: LinearSpec, layout: Layout) -> PlannedLinear:
+    """A linear in an EXL2 layout, in parts where it is fused."""
     bits = exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias)
     parts = spec.widths if len(spec.widths) > 1 else ()
     first, last = layout.groups[0].rows, layout.groups[-1].rows

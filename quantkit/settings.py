@@ -49,6 +49,11 @@ class QuantizeSettings:
     restart: bool = False
     max_memory: int | None = None
     """Bytes of the whole process; None is no limit."""
+    redo: str | None = None
+    """Which linears of the result in `out` are to be solved anew, by a pattern for their names."""
+    asked: frozenset[str] = frozenset()
+    """Options that somebody gave, be it with the value that they have anyway: the others are, in a redo, those of the
+    result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,10 @@ class Receipt:
         lines = (f"{name}\0{self._tensors[name]}\n" for name in sorted(self._tensors))
         return sha256("".join(lines).encode()).hexdigest()
 
+    def differing(self, other: "Receipt") -> set[str]:
+        """The tensors that are in one of them only, or are not the same in both."""
+        return {name for name, _ in self._tensors.items() ^ other._tensors.items()}
+
     def check(self, checkpoint: Checkpoint, progress: Progress = NOBODY) -> None:
         """Raises GateError, naming the tensor and its file, unless all of it and nothing else is in `checkpoint`."""
         differing = self._tensors.keys() ^ set(checkpoint.names())

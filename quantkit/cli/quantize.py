@@ -130,6 +130,14 @@ def quantize(
     ] = 0,
     device: Device = "auto",
     dtype: CalibrationDtype = "auto",
+    redo: Annotated[
+        str | None,
+        typer.Option(
+            "--redo",
+            help="REGEX of linears of a finished OUT that are solved anew, all else byte for byte as it is: as OUT was "
+            "made, but for the options given here (`--effort best`). What is worse on unseen text is not kept.",
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an output folder that another command made, when done.")
     ] = False,
@@ -198,6 +206,8 @@ def quantize(
         job=job,
         restart=restart,
         max_memory=memory_bytes("--max-memory", max_memory),
+        redo=redo,
+        asked=frozenset(name for name in context.params if not _is_left_out(context, name)),
     )
     from quantkit import console
 

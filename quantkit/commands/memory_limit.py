@@ -51,7 +51,8 @@ def within_memory(
         raise UsageError("`--max-memory` does not hold for tuning", hint="use `--effort default` with it")
     if settings.evaluate:
         raise UsageError("`--max-memory` does not hold for the comparison at the end", hint="add `--no-eval`")
-    measures = settings.format == "exl2" and settings.plan is None and settings.measurement is None
+    planned = settings.plan is not None or settings.measurement is not None or settings.redo is not None
+    measures = settings.format == "exl2" and not planned
     subject = limited(
         subject,
         settings.max_memory,

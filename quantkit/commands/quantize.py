@@ -12,15 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.checkpoint.fingerprint import in_form
 from quantkit.checkpoint.folder import RESULT_FILE
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.commands import redo
 from quantkit.commands.effort import Effort, choose_effort, choose_hessian_dtype
 from quantkit.commands.memory_limit import heap_settled_after, tell_excess, within_memory
+from quantkit.commands.quantize_end import (
+    EVALUATION_LENGTH,
+    EVALUATION_WINDOWS,
+    backend_of,
+    calibration_of,
+    check_written,
+    measure_damage,
+    spent_since,
+)
 from quantkit.commands.quantize_exl2 import check_format, choose_recipe, known_recipe
 from quantkit.commands.quantize_job import (
     QuantizeJob,
@@ -31,21 +40,14 @@ from quantkit.commands.quantize_job import (
     open_subject,
     prepare,
     require_finite,
-    stored_bits,
 )
 from quantkit.commands.quantize_needs import disk_needs, require_space
 from quantkit.commands.quantize_rehearsal import peak_memory
-from quantkit.commands.quantize_report import (
-    Calibration,
-    Cost,
-    Damage,
-    Gradients,
-    QuantizeReport,
-    known_afterwards,
-)
+from quantkit.commands.quantize_report import Cost, Gradients, QuantizeReport, known_afterwards
 from quantkit.commands.quantize_steps import UNCHANGED, put_together, solve_steps, solved_blocks
 from quantkit.commands.quantize_target import fit_target
 from quantkit.commands.quantize_tuning import tune_result
+from quantkit.commands.redo_report import RedoReport
 from quantkit.commands.resumption import (
     Finished,
     facts_of,
@@ -55,31 +57,23 @@ from quantkit.commands.resumption import (
     result_document,
 )
 from quantkit.commands.sensitivity import RunBackward, run_backward
-from quantkit.errors import OWN_FAULT, CheckpointError, GateError, RequestError
-from quantkit.evaluators import divergence
 from quantkit.job.identity import identify, remembered
 from quantkit.job.job import Facts, Job
-from quantkit.models.transformer import Model
 from quantkit.progress import Progress, Tqdm
-from quantkit.runtime.generator import Generator
-from quantkit.runtime.load import load
-from quantkit.runtime.request import Request
-from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.settings import QuantizeSettings
 
-EVALUATION_WINDOWS, EVALUATION_LENGTH = 8, 512
 EXL2_OPTIONS = ("bpw", "head_bits", "include_head")
-SAMPLE_PROMPT, SAMPLE_TOKENS = "What is gravity? Answer in two sentences.", 64
 
 
 def quantize(
     model: str | Path, out: str | Path, *, progress: Progress | None = None, **options: Any
-) -> QuantizeReport | Finished:
-    """Quantize `model` into the folder `out`. Options are the fields of `quantkit.settings.QuantizeSettings`.
+) -> QuantizeReport | RedoReport | Finished:
+    r"""Quantize `model` into the folder `out`. Options are the fields of `quantkit.settings.QuantizeSettings`.
 
     report = quantkit.quantize("models/llama", "models/llama-gptq", bits=4, group_size=64)
+    report = quantkit.quantize("models/llama", "models/llama-gptq", redo=r".*\.0\..*down_proj", effort="best")
     """
-    settings = QuantizeSettings(str(model), Path(out), **options)
+    settings = QuantizeSettings(str(model), Path(out), **{"asked": frozenset(options), **options})
     with heap_settled_after(settings.max_memory):
         return run(settings, progress or Tqdm())
 
@@ -90,14 +84,16 @@ def run(
     source: Checkpoint | None = None,
     backward: RunBackward = run_backward,
     made_by: Facts | None = None,
-) -> QuantizeReport | Finished:
-    """Quantize. Raises an error of the tree for anything that cannot be done; then no folder is left behind but that of
-    the job, with what is finished.
+) -> QuantizeReport | RedoReport | Finished:
+    """Quantize; with `settings.redo` as `redo.run` does. Raises an error of the tree for anything that cannot be done;
+    then no folder is left behind but that of the job, with what is finished.
 
     `source` is what is read in place of `settings.model`: a quantized model, decoded. `backward` finds the gradients.
     `made_by` is the conversion that this is part of. Only a GateError of the measurement at the end comes when the
     result is complete; it stays.
     """
+    if settings.redo is not None:
+        return redo.run(settings, progress, backward)
     start = time.monotonic(), time.process_time()
     check_format(settings)
     effort = choose_effort(settings)
@@ -123,7 +119,7 @@ def run(
                 left = kept.facts == facts
                 damage = None
                 if unseen is not None and (left or settings.judged):
-                    damage = _measure(subject, settings.out, unseen, progress)
+                    damage = measure_damage(subject, settings.out, unseen, progress)
                 if left:
                     kept.complete()
                 known = _known(settings, effort, subject, found.size_bytes, hessian_dtype, weights, progress)
@@ -147,22 +143,22 @@ def run(
         results, receipt = put_together(job, kept, writer, changes)
         files = _finish(job, writer, receipt, facts, settings.calibration, made_by, progress)
         tell_excess(settings.max_memory, peak_memory(), progress)
-        spent = _spent_since(start)
-        damage = None if unseen is None else _measure(subject, settings.out, unseen, progress)
+        spent = spent_since(start)
+        damage = None if unseen is None else measure_damage(subject, settings.out, unseen, progress)
         kept.complete()  # no sooner: whoever finds the result and this job knows that it was not measured
     return QuantizeReport(
         out=settings.out,
         format=recipe.name,
         effort=effort.name,
         settings={**recipe.settings(), "rotate": settings.rotate},
-        backend=_backend(subject),
+        backend=backend_of(subject),
         plan=job.plan,
         linears=tuple(results),
         parameters=subject.parameters,
         size_bytes=sum(file.stat().st_size for file in files if file.suffix == ".safetensors"),
-        calibration=_calibration(settings, effort, subject),
+        calibration=calibration_of(settings, effort, subject),
         gradients=Gradients(weighed.found.tokens, weighed.seconds, weighed.cpu_seconds) if weighed else None,
-        cost=Cost(*spent, *(_spent_since(start) if settings.evaluate else spent)),
+        cost=Cost(*spent, *(spent_since(start) if settings.evaluate else spent)),
         damage=damage,
         tuning=tuning,
     )
@@ -185,27 +181,12 @@ def _known(
         settings.format if recipe is None else recipe.name,
         effort.name,
         {**own, "rotate": settings.rotate},
-        _backend(subject),
+        backend_of(subject),
         plan,
         subject.parameters,
         size_bytes,
-        _calibration(settings, effort, subject),
+        calibration_of(settings, effort, subject),
     )
-
-
-def _calibration(settings: QuantizeSettings, effort: Effort, subject: Subject) -> Calibration:
-    return Calibration(
-        source=settings.calibration if effort.calibrates else "none",
-        rows=subject.rows.shape[0],
-        length=subject.rows.shape[1],
-        seed=settings.seed,
-        device=subject.placement.device,
-        dtype=subject.placement.dtype_name,
-    )
-
-
-def _backend(subject: Subject) -> str:
-    return f"{subject.placement.backend}: {subject.placement.reason}"
 
 
 def _announce(job: QuantizeJob, kept: Job, progress: Progress) -> None:
@@ -243,52 +224,5 @@ def _finish(
             **job.recipe.side_json(quantization),
             RESULT_FILE: result_document(facts, receipt, job.plan.bits_per_weight, made_by),
         },
-        check=lambda folder: _check(open_checkpoint(folder), job, receipt, progress),
+        check=lambda folder: check_written(open_checkpoint(folder), job, receipt, progress),
     )
-
-
-def _check(written: Checkpoint, job: QuantizeJob, receipt: Receipt, progress: Progress) -> None:
-    """What is on the disk is what was solved, and takes the bits that were planned. GateError for anything else."""
-    receipt.check(written, progress)
-    for linear in job.plan.linears:
-        if (bits := stored_bits(written, linear.name)) != linear.stored_bits:
-            raise GateError(
-                f"`{linear.name}` takes {bits} bits in `{written.path}`, planned were {linear.stored_bits}",
-                hint=OWN_FAULT,
-            )
-
-
-def _measure(subject: Subject, out: Path, windows: Tensor, progress: Progress) -> Damage:
-    """The result against the original on bundled text that calibration never sees, and one greedy answer."""
-    device = subject.placement.device
-    original = subject.checkpoint.original
-    reference = Model.stream(original, original.model_config, subject.architecture, torch.float32, device)
-    candidate = load(out, device, torch.float32)
-    found = divergence.compare(reference, candidate, windows, progress)
-    prompt = _sample_prompt(subject.tokenizer)
-    room = min(SAMPLE_TOKENS, subject.config.max_positions - len(prompt))
-    request = Request(prompt, room, stop_ids=subject.tokenizer.eos_ids)
-    return Damage(
-        windows=len(windows),
-        tokens=found.reference.tokens,
-        perplexity_reference=found.reference.perplexity,
-        perplexity_candidate=found.candidate.perplexity,
-        kl_mean=found.kl_mean,
-        kl_ci95=found.kl_ci95,
-        top1_agreement=found.top1_agreement,
-        prompt=SAMPLE_PROMPT,
-        answer=Generator(candidate, subject.tokenizer).run(request).text if room > 0 else "",
-    )
-
-
-def _sample_prompt(tokenizer: Tokenizer) -> list[int]:
-    """A chat where the model has a template, else plain text."""
-    try:
-        return tokenizer.chat([{"role": "user", "content": SAMPLE_PROMPT}]) or tokenizer.encode(SAMPLE_PROMPT)
-    except (RequestError, CheckpointError):  # of a template that fails: the result is none the worse for it
-        return tokenizer.encode(SAMPLE_PROMPT, special=True)
-
-
-def _spent_since(start: tuple[float, float]) -> tuple[float, float, int]:
-    """Wall seconds, processor seconds, and the peak memory of the process so far in bytes."""
-    return time.monotonic() - start[0], time.process_time() - start[1], peak_memory()

@@ -1,7 +1,7 @@
 """One block: solve its linears with the Hessians of their inputs, stage after stage."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -22,6 +22,10 @@ from quantkit.solver.gptq import solve_together
 from quantkit.solver.inverse import DAMPING
 from quantkit.solver.outputs import Chunk, factor_outputs
 from quantkit.solver.parts import solve_in_parts
+from quantkit.solver.replaced import relative_error
+
+Before = Callable[[str], Tensor]
+"""The weight that a linear has so far, by its name: floats `[in, out]`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +52,7 @@ def solve_block(
     route_all: bool = False,
     hessian_bytes: int = HESSIAN_BYTES,
     apart: bool = False,
+    before: Before | None = None,
 ) -> Iterator[SolvedLinear]:
     """Solve the linears of `block` that have a codec, stage after stage. The block itself is not changed.
 
@@ -56,6 +61,7 @@ def solve_block(
     route_all    see `ready_stages`; so are the dtype of the Hessians and their bytes
     apart        linears that read one input are solved one by one, where the codec allows it some outputs at a time:
                  the same, in less memory and more time
+    before       where linears are solved again: what its error is by the same Hessian is found too
 
     Raises CalibrationError for inputs that are not finite, FormatError for weights that the codec cannot hold.
     """
@@ -78,16 +84,19 @@ def solve_block(
     known = {} if sensitivity is None else sensitivity.covariances
     for ready in stages:
         for names in [(name,) for name in ready.names] if apart else [ready.names]:
-            yield from solve_stage(block.linears, replace(ready, names=names), codecs, known, apart=apart)
+            own = replace(ready, names=names)
+            yield from solve_stage(block.linears, own, codecs, known, apart=apart, before=before)
             if apart:
                 heap.give_back()
         del ready  # its factor, while the next one is made
 
 
-def round_block(block: Block, codecs: Mapping[str, Codec]) -> Iterator[SolvedLinear]:
+def round_block(
+    block: Block, codecs: Mapping[str, Codec], before: Before | None = None
+) -> Iterator[SolvedLinear]:
     """Round the linears of `block` that have a codec to nearest. Raises FormatError as `solve_block` does."""
     for stage in chosen_stages(block, codecs):
-        yield from solve_stage(block.linears, ReadyStage(stage.linears, None, 0), codecs)
+        yield from solve_stage(block.linears, ReadyStage(stage.linears, None, 0), codecs, before=before)
 
 
 def solve_head(
@@ -96,6 +105,7 @@ def solve_head(
     codecs: Mapping[str, Codec],
     *,
     hessian_dtype: torch.dtype = torch.float32,
+    before: Before | None = None,
 ) -> SolvedLinear:
     """Solve the output linear for the states behind the last block; without them round it to nearest. Raises as
     `solve_block` does."""
@@ -104,7 +114,7 @@ def solve_head(
         ready = ReadyStage((linear.name,), None, 0)
     else:
         ready = ready_head(head, stream, codecs[linear.name].whole_groups(linear.in_features), hessian_dtype)
-    (solved,) = solve_stage({linear.name: linear}, ready, codecs)
+    (solved,) = solve_stage({linear.name: linear}, ready, codecs, before=before)
     return solved
 
 
@@ -115,11 +125,13 @@ def solve_stage(
     covariances: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
     *,
     apart: bool = False,
+    before: Before | None = None,
 ) -> Iterator[SolvedLinear]:
     """Solve linears that read one input, those of equal codecs side by side.
 
     covariances  of the gradients at their outputs, where they are known; see `Sensitivity`
     apart        a linear that is alone here is solved some outputs at a time, where its codec allows that
+    before       see `solve_block`
     """
     found = ready.factor
     fallback = (found and found.fallback) or ready.fallback
@@ -147,6 +159,7 @@ def solve_stage(
                 error=solution.error,
                 tokens=ready.tokens,
                 routed=ready.routed,
+                error_before=None if before is None else relative_error(linears[name].columns, before(name), found),
                 damping=None if found is None else found.damping,
                 extra_damping=found is not None and found.damping > DAMPING,
                 dead_inputs=0 if found is None else found.dead_inputs,

@@ -11,13 +11,15 @@ from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.rotated import RotatedCheckpoint
 from quantkit.commands.memory_budget import DEFAULT, SPILL_BYTES, Budget
 from quantkit.commands.quantize_recipe import Recipe
+from quantkit.commands.redo_sources import Redo
 from quantkit.errors import BackendError, CalibrationError, CheckpointError, FormatError, UsageError
 from quantkit.formats.codec import Codec
 from quantkit.inventory import head_spec
-from quantkit.models.architecture import EMBEDDING, HEAD, Architecture, LinearSpec
+from quantkit.models.architecture import EMBEDDING, HEAD, Architecture, LinearSpec, block_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.contents import check_contents
-from quantkit.plan import Plan
+from quantkit.models.source import Source
+from quantkit.plan import Plan, PlannedLinear
 from quantkit.progress import Progress
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
@@ -100,18 +102,41 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizeJob:
-    """One quantization, ready to start."""
+    """One quantization, ready to start. With `redo`, of a part of what it was before."""
 
     subject: Subject
     plan: Plan
     recipe: Recipe
     hessian_dtype: torch.dtype = torch.float32
     route_all: bool = False
+    redo: Redo | None = None
+
+    @property
+    def work(self) -> tuple[PlannedLinear, ...]:
+        """What is to be solved, the head last."""
+        return tuple(each for each in self.plan.work if self.redo is None or each.name in self.redo.names)
 
     @property
     def codecs(self) -> dict[str, Codec]:
-        """Of each linear that is to be quantized, the head included."""
-        return {linear.name: self.recipe.codec(linear) for linear in self.plan.work}
+        """Of each linear that is to be solved, the head included."""
+        return {linear.name: self.recipe.codec(linear) for linear in self.work}
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the head is to be solved."""
+        return any(linear.name == HEAD for linear in self.work)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the text goes through: those behind the last linear to be solved have no say."""
+        if self.redo is None or self.has_head:
+            return self.subject.config.num_layers
+        return 1 + max(block_of(linear.name) for linear in self.work)
+
+    @property
+    def source(self) -> Source:
+        """What blocks are read from, to be solved and to be run."""
+        return self.subject.checkpoint if self.redo is None else self.redo.in_hand(self.subject.checkpoint)
 
 
 def choose_placement(device: str, dtype: str) -> Placement:

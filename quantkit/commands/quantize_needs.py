@@ -32,10 +32,13 @@ class DiskNeeds:
 def disk_needs(job: QuantizeJob, *, weighs: bool) -> DiskNeeds:
     """`weighs` where gradients are to be found, whose pass keeps states of its own."""
     plan, subject = job.plan, job.subject
-    before = sum(stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
-    work = sum(linear.stored_bits for linear in plan.work) // 8
-    added = plan.added_bits // 8 if plan.head is None and subject.config.tie_embeddings else 0
-    data = subject.checkpoint.stored_bytes - before + work + added
+    if job.redo is None:
+        before = sum(stored_bits(subject.checkpoint, linear.name) for linear in plan.quantized) // 8
+        work = sum(linear.stored_bits for linear in plan.work) // 8
+        added = plan.added_bits // 8 if plan.head is None and subject.config.tie_embeddings else 0
+        data = subject.checkpoint.stored_bytes - before + work + added
+    else:
+        data = job.redo.previous.stored_bytes
     side = sum(file.stat().st_size for file in subject.checkpoint.side_files() if file.is_file())
     found = gradient_bytes(subject) if weighs else 0
     backward = subject.backward_spilled_bytes if weighs else 0
@@ -45,13 +48,13 @@ def disk_needs(job: QuantizeJob, *, weighs: bool) -> DiskNeeds:
 def _steps(job: QuantizeJob) -> int:
     """Of the steps, with the states before and behind the block in hand. Nobody reads those behind the last one, if the
     head is not quantized."""
-    states, last = states_bytes(job.subject), job.subject.config.num_layers - 1
+    states, last = states_bytes(job.subject), job.blocks - 1
     made: Counter[int] = Counter()
-    for linear in job.plan.work:
+    for linear in job.work:
         made[last + 1 if linear.name == HEAD else block_of(linear.name)] += linear.stored_bits // 8 + NOTE_BYTES
     everything = made.total()
-    before = everything - made[last + 1] if job.plan.head is not None else everything - made[last]
-    pairs = 2 * states + before if last or job.plan.head is not None else 0
+    before = everything - made[last + 1] if job.has_head else everything - made[last]
+    pairs = 2 * states + before if last or job.has_head else 0
     return max(pairs, states + everything)
 
 

@@ -2,20 +2,30 @@
 
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.commands.effort import choose_effort, choose_hessian_dtype
+from quantkit.commands.effort import Effort, choose_effort, choose_hessian_dtype
 from quantkit.commands.measure_outline import outline
 from quantkit.commands.memory_limit import within_memory
 from quantkit.commands.quantize_exl2 import check_format, known_recipe
-from quantkit.commands.quantize_job import choose_placement, open_model, open_subject, prepare, require_finite
+from quantkit.commands.quantize_job import (
+    QuantizeJob,
+    choose_placement,
+    open_model,
+    open_subject,
+    prepare,
+    require_finite,
+)
 from quantkit.commands.quantize_needs import DiskNeeds, disk_needs, require_space
 from quantkit.commands.quantize_recipe import Exl2Recipe, Recipe
 from quantkit.commands.quantize_rehearsal import Rehearsal, rehearse
 from quantkit.commands.quantize_target import fit_target
+from quantkit.commands.redo import get_ready
+from quantkit.commands.redo_result import require_alone
 from quantkit.commands.resumption import job_place, read_result
 from quantkit.errors import CalibrationError
 from quantkit.measurement import MeasuredLinear, Measurement
@@ -26,9 +36,18 @@ from quantkit.settings import QuantizeSettings
 
 
 @dataclass(frozen=True, slots=True)
+class Redone:
+    """What `--redo` matches: linears, and the blocks that they are in or behind."""
+
+    pattern: str
+    linears: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a quantization would be and take. `foretold` where an EXL2 plan waits for a measurement: then the mixes are
-    those of a guess, their bits those of the budget."""
+    """What a quantization, or a redo of a part of one, would be and take. `foretold` where an EXL2 plan waits for a
+    measurement: then the mixes are those of a guess, their bits those of the budget."""
 
     out: Path
     format: str
@@ -39,13 +58,16 @@ class Outlook:
     disk: DiskNeeds
     rehearsal: Rehearsal
     memory_bytes: int
+    redone: Redone | None = None
 
     def rows(self) -> list[list[str]]:
         """Name and figure, for people."""
         rehearsal = self.rehearsal
         return [
             ["bits per weight, linears", f"{self.plan.bits_per_weight:.3f}"],
-            ["linears", f"{len(self.plan.work)} to quantize, {len(self.plan.dense)} stay dense"],
+            ["linears", f"{len(self.plan.work)} to quantize, {len(self.plan.dense)} stay dense"]
+            if self.redone is None
+            else ["linears", f"{self.redone.linears} of {len(self.plan.work)} to redo, in {self.redone.blocks} blocks"],
             ["time, about", f"{rehearsal.seconds:.0f} s, {rehearsal.backward_seconds:.0f} s of it for gradients"],
             ["peak memory, about", f"{rehearsal.peak_memory_bytes / 2**20:.0f} MiB"],
             ["memory of this machine", f"{self.memory_bytes / 2**20:.0f} MiB"],
@@ -78,6 +100,7 @@ class Outlook:
             "memory_bytes": self.memory_bytes,
             "result_bytes": self.disk.result,
             "job_bytes": self.disk.job,
+            "redo": None if self.redone is None else asdict(self.redone),
         }
 
 
@@ -85,6 +108,8 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
     """Raises what `quantize.run` raises before work, CheckpointError where the disk would not do, and CalibrationError
     where the memory would not."""
     start = time.monotonic(), time.process_time()
+    if settings.redo is not None:
+        return _foresee_redo(settings, start, progress)
     check_format(settings)
     effort = choose_effort(settings)
     hessian_dtype = choose_hessian_dtype(settings.hessian_dtype)
@@ -106,6 +131,29 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
         hessian_dtype=hessian_dtype,
         route_all=settings.route_all,
     )
+    return _rehearsed(settings, job, effort, out, expected, start, progress)
+
+
+def _foresee_redo(settings: QuantizeSettings, start: tuple[float, float], progress: Progress) -> Outlook:
+    require_alone(settings)
+    with CheckpointWriter(settings.out, source=open_checkpoint(settings.model).path, overwrite=True) as writer:
+        out = writer.path
+        ready = get_ready(settings, out, None, progress)
+    outlook = _rehearsed(ready.settings, ready.job, ready.effort, out, None, start, progress)
+    return replace(outlook, redone=Redone(ready.pattern, len(ready.redo.names), ready.job.blocks))
+
+
+def _rehearsed(
+    settings: QuantizeSettings,
+    job: QuantizeJob,
+    effort: Effort,
+    out: Path,
+    expected: Measurement | None,
+    start: tuple[float, float],
+    progress: Progress,
+) -> Outlook:
+    """`expected`: a measurement that has yet to be made; `start`: wall and processor seconds when it all began."""
+    checkpoint = job.subject.checkpoint
     weighs = effort.weighs or expected is not None
     needs = disk_needs(job, weighs=weighs)
     require_space(needs, out, job_place(settings.job, out, checkpoint.path))

@@ -10,6 +10,7 @@ from quantkit.commands import measure, quantize
 from quantkit.commands.quantize_exl2 import as_measured, check_format
 from quantkit.commands.quantize_job import open_model
 from quantkit.commands.quantize_report import QuantizeReport
+from quantkit.commands.redo_report import RedoReport
 from quantkit.commands.resumption import Finished, read_result
 from quantkit.commands.sensitivity import RunOnce
 from quantkit.errors import CheckpointError, UsageError
@@ -52,6 +53,8 @@ def run_rates(settings: QuantizeSettings, rates: Sequence[float], progress: Prog
     blocks once for each rate, since what a block reads are the outputs of quantized ones. Raises as `quantize.run` and
     `measure.run` do.
     """
+    if settings.redo is not None:
+        raise UsageError("`--redo` is on one result", hint="redo each of them, without `--bpw`")
     backward = RunOnce()
     wanted = [
         replace(settings, bpw=rate, out=out, job=_inside(settings.job, out))
@@ -89,7 +92,8 @@ def run_rates(settings: QuantizeSettings, rates: Sequence[float], progress: Prog
         assert one.bpw is not None
         plan_mixes(measurement, one.bpw, head_bits=one.head_bits, include_head=one.include_head)
     each = (replace(one, measurement=file) for one in wanted)
-    return RatesReport(file, tuple(quantize.run(one, progress, backward=backward) for one in each))
+    reports = (quantize.run(one, progress, backward=backward) for one in each)
+    return RatesReport(file, tuple(report for report in reports if not isinstance(report, RedoReport)))
 
 
 def _inside(job: Path | None, out: Path) -> Path | None:

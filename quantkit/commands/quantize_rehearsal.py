@@ -24,7 +24,7 @@ from quantkit.checkpoint.receipt import digest_of, digest_of_values
 from quantkit.commands.block_hessians import count_passes
 from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
 from quantkit.commands.quantize_job import QuantizeJob, Subject
-from quantkit.models.architecture import block_of
+from quantkit.models.architecture import HEAD, block_of
 from quantkit.models.fan import Activations
 from quantkit.models.transformer import Block, Rotary, load_block, load_embedding, load_head
 from quantkit.progress import Progress, Silent, Task
@@ -63,7 +63,7 @@ def rehearse(
     walks   how often the text goes through the blocks, by default once, and once more where there is a measurement
     """
     calibrated = len(job.subject.rows) > 0
-    parts = 4 + (job.plan.head is not None) + weighs if calibrated else 2
+    parts = 4 + job.has_head + weighs if calibrated else 2
     with progress.task("rehearse a block", total=parts) as task:
         spent, each, tokens = _walk(job, task, weighs, solves, walks)
         backward = torch.zeros(2)
@@ -81,16 +81,18 @@ def _walk(
     """Spent by all but the gradients; by one block and by reading it, `[2, 2]`; with how many tokens this was found."""
     subject = job.subject
     config, device, dtype = subject.config, subject.placement.device, subject.placement.dtype
-    place = subject.checkpoint, config, subject.architecture
+    place = job.source, config, subject.architecture
+    before = None if job.redo is None else job.redo.weight
     with _Watch() as loading:
         block = load_block(*place, _largest_block(job), dtype, device)
     task.advance(note="runs")
     ends = _ends(job, block)
+    solved = len({block_of(linear.name) for linear in job.work if linear.name != HEAD})
     if not len(subject.rows):
-        solving = _timed(lambda: _keep(round_block(block, job.codecs)))
+        solving = _timed(lambda: _keep(round_block(block, job.codecs, before)))
         task.advance(note="is rounded")
         each = loading.spent + solving
-        return config.num_layers * each + ends, torch.stack([each, loading.spent]), 0
+        return job.blocks * loading.spent + solved * solving + ends, torch.stack([each, loading.spent]), 0
     per_batch = max(1, subject.budget.walk_tokens // subject.rows.shape[1])
     rows = subject.rows[:per_batch]
     batches = len(subject.rows) / len(rows)
@@ -123,15 +125,18 @@ def _walk(
                 route_all=job.route_all,
                 hessian_bytes=subject.budget.hessian_bytes,
                 apart=subject.budget.apart,
+                before=before,
             )
         )
     )
     task.advance()
     once = (solving - passes * observing).clamp(min=0)
     walks = walks or (1 if solves == 1 else 2)
-    each = walks * (loading.spent + batches * (passes * observing + running)) + solves * once
-    spent = config.num_layers * each + ends
-    if job.plan.head is not None:
+    passing = walks * (loading.spent + batches * running)
+    own = walks * batches * passes * observing + solves * once
+    each = passing + own
+    spent = job.blocks * passing + solved * own + ends
+    if job.has_head:
         with _Watch() as watch:
             solve_head(load_head(*place, dtype, device), stream, job.codecs, hessian_dtype=job.hessian_dtype)
         spent += watch.spent
@@ -146,9 +151,11 @@ def peak_memory() -> int:
 
 
 def _largest_block(job: QuantizeJob) -> int:
+    """Of those in which something is solved; the first one where it is the head alone."""
+    solved = {block_of(linear.name) for linear in job.work if linear.name != HEAD}
     sizes: Counter[int] = Counter()
     for linear in job.plan.linears:
-        sizes[block_of(linear.name)] += linear.weights
+        sizes[block_of(linear.name)] += linear.weights * (block_of(linear.name) in solved)
     return sizes.most_common(1)[0][0]
 
 
@@ -209,7 +216,7 @@ def _ends(job: QuantizeJob, block: Block) -> Tensor:
     linears = block.linears.values()
     watch = _timed(lambda: [digest_of_values(linear.stored.dequantize()) for linear in linears])
     seen = sum(linear.in_features * linear.out_features for linear in linears)
-    weights = sum(linear.weights for linear in job.plan.work)
+    weights = sum(linear.weights for linear in job.work)
     plain = sum(linear.weights for linear in job.plan.linears) or 1
     others = job.subject.checkpoint.stored_bytes / 2 - plain
     return watch * (2 * plain + weights + 2 * max(0.0, others)) / seen

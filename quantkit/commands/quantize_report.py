@@ -11,7 +11,7 @@ from typing import Any
 from quantkit.commands.evaluate_report import json_number
 from quantkit.plan import Plan, kind_of
 
-UNTUNED = "tuning was no gain on unseen text: scales and norms are those of `--effort default`"
+UNTUNED = "tuning was no gain on unseen text: all is as `--effort default` leaves it"
 WAYS = ("own", "all", "none")
 EXPERT_COLUMNS = ["block", "experts", "fewest", "median", "most", "solved with own", "with all tokens", "rounded"]
 
@@ -28,6 +28,7 @@ class LinearResult:
     dead_inputs   input features that were zero in all tokens
     fallback      what replaced the linear's own Hessian, in words; None where nothing did
     routed        calibration tokens that the router sent to this expert; None where there is no router, or no text
+    error_before  the same of the weight that this one replaces, with `--redo`; else None
     """
 
     name: str
@@ -40,6 +41,7 @@ class LinearResult:
     dead_inputs: int
     fallback: str | None
     routed: int | None = None
+    error_before: float | None = None
 
     @property
     def solved_with(self) -> str:
@@ -308,6 +310,7 @@ class QuantizeReport:
             "tuning": None if self.tuning is None else {**asdict(self.tuning), "kept": self.tuning.kept},
             **asdict(self.cost),
             "evaluation": None if self.damage is None else self.damage.as_json(),
+            "redo": None,
         }
 
 
@@ -339,6 +342,7 @@ def known_afterwards(
         "plan": None if plan is None else plan.as_json(),
         **dict.fromkeys(UNKNOWN_AFTERWARDS),
         "calibration": asdict(calibration),
+        "redo": None,
     }
 
 

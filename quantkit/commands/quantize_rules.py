@@ -1,4 +1,4 @@
-"""Rules: `--rule 'REGEX:bits=8,group_size=32'` and `--skip REGEX`, read, held to the linears of a model, and written.
+"""Patterns: `--rule 'REGEX:bits=8,group_size=32'`, `--skip REGEX`, `--redo REGEX`, read, held to a model, and written.
 
 A pattern is matched at the start of a linear's full name, as it is called on disk, since that is what readers of
 `dynamic` do. Skips go before rules, as GPTQModel has it; among rules the first match decides. Each must decide about
@@ -23,10 +23,12 @@ ALIASES = {name: key for key, name in KEYS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One `--rule`, or one `--skip`, whose `changes` are None: the linears it matches stay dense."""
+    """One `--rule`, or one `--skip`, whose `changes` are None: the linears it matches stay dense. `word` is the option
+    that has no changes: a `--redo` has none either."""
 
     pattern: str
     changes: Mapping[str, int | bool] | None = None
+    word: str = "skip"
 
     @property
     def text(self) -> str:
@@ -38,7 +40,7 @@ class Rule:
     @property
     def option(self) -> str:
         """What was typed, more or less."""
-        return f"--{'skip' if self.changes is None else 'rule'} '{self.text}'"
+        return f"--{self.word if self.changes is None else 'rule'} '{self.text}'"
 
     def matches(self, name: str) -> bool:
         return re.match(self.pattern, name) is not None
@@ -56,6 +58,11 @@ def read_rules(rules: Sequence[str], skips: Sequence[str]) -> tuple[Rule, ...]:
     """All of them, skips first. Raises UsageError for text that is no rule."""
     rules, skips = ((given,) if isinstance(given, str) else given for given in (rules, skips))
     return (*(Rule(_pattern(text, "skip")) for text in skips), *map(_read_rule, rules))
+
+
+def read_redo(text: str) -> Rule:
+    """What is to be solved anew. Raises UsageError for text that is no pattern."""
+    return Rule(_pattern(text, "redo"), word="redo")
 
 
 def deciding(rules: Iterable[Rule], name: str) -> Rule | None:

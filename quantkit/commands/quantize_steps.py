@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
+from quantkit.checkpoint.header import Header
 from quantkit.checkpoint.receipt import Receipt, digest_of_values
 from quantkit.checkpoint.spelling import on_disk
 from quantkit.checkpoint.writer import CheckpointWriter
@@ -20,7 +21,8 @@ from quantkit.commands.block_walk import BlockWalk
 from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
 from quantkit.commands.quantize_job import QuantizeJob, Subject
 from quantkit.commands.quantize_report import LinearResult
-from quantkit.errors import GateError
+from quantkit.commands.redo_sources import Redo
+from quantkit.errors import OWN_FAULT, GateError
 from quantkit.formats.codec import StoredTensor
 from quantkit.formats.dense import DenseTensor
 from quantkit.job.job import Job, Step
@@ -53,22 +55,23 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
     to nearest."""
     subject, codecs = job.subject, job.codecs
     config, device, dtype = subject.config, subject.placement.device, subject.placement.dtype
-    place = subject.checkpoint, config, subject.architecture
+    place = job.source, config, subject.architecture
+    before = None if job.redo is None else job.redo.weight
     walk = BlockWalk(subject, kept, WALK)
-    has_text, has_head = bool(len(subject.rows)), job.plan.head is not None and not kept.has(HEAD_STEP)
+    has_text, has_head = bool(len(subject.rows)), job.has_head and not kept.has(HEAD_STEP)
     rotary = Rotary.at(config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
-    with progress.task("quantize", total=len(job.plan.work)) as task:
+    with progress.task("quantize", total=len(job.work)) as task:
         if done := sum(len(kept.value(name)["linears"]) for name in solved_steps(kept)):
             task.advance(done, note="done before")
         stream: ActivationStream | None = None
-        if has_text and (walk.done < config.num_layers or has_head):
+        if has_text and (walk.done < job.blocks or has_head):
             stream = walk.open()
-        for index in range(walk.done, config.num_layers):
+        for index in range(walk.done, job.blocks):
             block = load_block(*place, index, dtype, device)
             with kept.step(walk.step(index)) as step:
                 found = _Found(step, subject, f"block {index}", task)
                 solutions = (
-                    round_block(block, codecs)
+                    round_block(block, codecs, before)
                     if stream is None
                     else solve_block(
                         block,
@@ -80,11 +83,12 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
                         route_all=job.route_all,
                         hessian_bytes=subject.budget.hessian_bytes,
                         apart=subject.budget.apart,
+                        before=before,
                     )
                 )
                 rounded = dict(map(found.add, solutions))  # one at a time: the float32 weight of each goes at once
                 seal = None
-                if stream is not None and (index + 1 < config.num_layers or has_head):
+                if stream is not None and (index + 1 < job.blocks or has_head):
                     for name, linear in block.linears.items():
                         linear.replace(as_read(rounded[name]) if name in rounded else linear.stored)
                         linear.settle()
@@ -99,7 +103,7 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
             head = load_head(*place, dtype, device)
             with kept.step(HEAD_STEP) as step:
                 found = _Found(step, subject, "head", task)
-                found.add(solve_head(head, stream, codecs, hessian_dtype=job.hessian_dtype))
+                found.add(solve_head(head, stream, codecs, hessian_dtype=job.hessian_dtype, before=before))
                 step.finish(found.value(None))
         kept.keep_states()
 
@@ -112,7 +116,6 @@ def put_together(
 
     Raises JobError for a step that is damaged.
     """
-    results: list[LinearResult] = []
     receipt = Receipt()
     for name in solved_steps(kept):
         value = kept.value(name)
@@ -120,15 +123,53 @@ def put_together(
             _add(writer, receipt, tensor_name, changes.tensors.get(tensor_name, tensor))
         for linear, digest in value["weights"].items():
             receipt.add_weight_digest(linear, changes.weights.get(linear, digest))
-        results += [LinearResult(**found) for found in value["linears"]]
+    results = solved_linears(kept)
     job.plan.check_done(result.name for result in results)
     _pass_through(job, writer, receipt, changes)
     return results, receipt
 
 
+def put_in_their_place(
+    redo: Redo, kept: Job, writer: CheckpointWriter, before: Receipt, changes: Changes = UNCHANGED
+) -> Receipt:
+    """Hands every tensor of a result to the writer in its order, those of the linears that were solved anew as they are
+    in the steps. `before` is the receipt of the result.
+
+    Raises JobError for a step that is damaged, GateError where another tensor would not be as it was.
+    """
+    receipt = Receipt()
+    replaced = {tensor for name in redo.names for tensor in redo.previous.tensors_of(name)}
+    places: dict[str, str] = {}
+    for step in solved_steps(kept):
+        places |= dict.fromkeys(kept.homes(step), step)
+        for linear, digest in kept.value(step)["weights"].items():
+            receipt.add_weight_digest(linear, changes.weights.get(linear, digest))
+    for name in redo.previous.names():
+        if name not in replaced:
+            _add(writer, receipt, name, redo.previous.tensor(name))
+        elif name in changes.tensors:
+            _add(writer, receipt, name, changes.tensors[name])
+        elif name in places:
+            _add(writer, receipt, name, kept.tensor(places[name], name))
+    solved = {linear.name for linear in solved_linears(kept)}
+    if solved != redo.names or places.keys() != replaced or not receipt.differing(before) <= replaced:
+        raise GateError("not the linears that were asked for would be replaced, or not those alone", hint=OWN_FAULT)
+    return receipt
+
+
+def solved_linears(kept: Job) -> list[LinearResult]:
+    """What is said of each linear that is solved."""
+    return [LinearResult(**found) for step in solved_steps(kept) for found in kept.value(step)["linears"]]
+
+
 def solved_blocks(kept: Job) -> int:
     """Blocks that are solved."""
     return sum(name != HEAD_STEP for name in solved_steps(kept))
+
+
+def as_read(stored: StoredTensor) -> DenseTensor:
+    """A linear as the readers of the file will have it."""
+    return DenseTensor(stored.dequantize().T, stored.bias)
 
 
 class _Found:
@@ -162,11 +203,6 @@ class _Found:
         return {"linears": self._linears, "weights": self._weights, "states": seal}
 
 
-def as_read(stored: StoredTensor) -> DenseTensor:
-    """A linear as the readers of the file will have it."""
-    return DenseTensor(stored.dequantize().T, stored.bias)
-
-
 def solved_steps(kept: Job) -> Iterator[str]:
     """Those that are done, in the order of the result."""
     index = 0
@@ -175,6 +211,11 @@ def solved_steps(kept: Job) -> Iterator[str]:
         index += 1
     if kept.has(HEAD_STEP):
         yield HEAD_STEP
+
+
+def solved_homes(kept: Job) -> dict[str, Header]:
+    """Where the tensors are that the steps have made. Raises JobError for a file that is missing or damaged."""
+    return {name: home for step in solved_steps(kept) for name, home in kept.homes(step).items()}
 
 
 def _add(writer: CheckpointWriter, receipt: Receipt, name: str, tensor: Tensor) -> None:

@@ -15,7 +15,7 @@ from quantkit.calibration.tuning import RoundedLinear, Tuned, tune
 from quantkit.checkpoint.receipt import digest_of_values
 from quantkit.commands.quantize_job import QuantizeJob, held_back_rows
 from quantkit.commands.quantize_report import Tuning
-from quantkit.commands.quantize_steps import Changes, solved_steps
+from quantkit.commands.quantize_steps import Changes, solved_homes, solved_steps
 from quantkit.evaluators import divergence
 from quantkit.formats import gptq
 from quantkit.formats.codec import StoredTensor
@@ -33,7 +33,8 @@ JUDGED_WINDOWS, JUDGED_LENGTH = 8, 512
 
 
 def tune_result(job: QuantizeJob, kept: Job, seed: int, progress: Progress) -> tuple[Changes, Tuning]:
-    """Tune the linears that the steps of `kept` hold, unless it has been done. The head is left as it is.
+    """Tune the linears that the steps of `kept` hold, unless it has been done; in a redo their scales alone. The head
+    is left as it is.
 
     Raises CalibrationError where states or gradients are not finite.
     """
@@ -41,6 +42,7 @@ def tune_result(job: QuantizeJob, kept: Job, seed: int, progress: Progress) -> t
         start = time.monotonic(), time.process_time()
         subject = job.subject
         rounded = _KeptLinears(job, kept)
+        around = subject.checkpoint if job.redo is None else job.redo.outcome(solved_homes(kept))
         tuned = tune(
             subject.checkpoint,
             rounded,
@@ -52,10 +54,11 @@ def tune_result(job: QuantizeJob, kept: Job, seed: int, progress: Progress) -> t
             dtype=subject.placement.dtype,
             device=subject.placement.device,
             progress=progress,
+            around=None if job.redo is None else around,
         )
         windows = held_back_rows(subject, JUDGED_WINDOWS, JUDGED_LENGTH)
-        before = _judge(job, _Result(subject.checkpoint, rounded, None), windows)
-        result = _Result(subject.checkpoint, rounded, tuned)
+        before = _judge(job, _Result(around, rounded, None), windows)
+        result = _Result(around, rounded, tuned)
         after = _judge(job, result, windows)
         with kept.step(STEP) as step:
             weights = {}

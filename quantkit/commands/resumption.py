@@ -1,14 +1,14 @@
 """What a command compares before it goes on with a job, or says that its result is there already."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.folder import RESULT_FILE, read_json
-from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.commands.quantize_job import Subject
 from quantkit.commands.quantize_report import Damage
@@ -19,9 +19,10 @@ from quantkit.progress import NOBODY, Progress
 from quantkit.settings import MeasureSettings, QuantizeSettings
 
 KIND, VERSION = "quantkit result", 1
+CHANGED = "its tensors were changed afterwards"
 SAME_BYTES_WHATEVER = (
     *("model", "out", "job", "restart", "overwrite", "strict", "evaluate", "judged", "device", "dtype"),
-    "max_memory",
+    *("max_memory", "asked"),
 )
 """Settings that do not change what is written, or that are among the facts in another form."""
 
@@ -80,9 +81,16 @@ def facts_of(
     }
     for option in fields(settings):
         if option.name not in SAME_BYTES_WHATEVER:
-            value = getattr(settings, option.name)
-            facts[option.name] = _digest(value) if isinstance(value, Path) else _plain(value)
+            facts[option.name] = as_fact(getattr(settings, option.name))
     return facts
+
+
+def as_fact(value: Any) -> str | int | float | bool | None:
+    """The value of a setting: of a file its content, as a digest; None where it cannot be read, which its reader will
+    say."""
+    if isinstance(value, Path):
+        return _digest(value)
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 def job_place(job: Path | None, out: Path, source: Path) -> Path:
@@ -100,9 +108,14 @@ def job_place(job: Path | None, out: Path, source: Path) -> Path:
 
 
 def result_document(
-    facts: Facts, receipt: Receipt, bits_per_weight: float, made_by: Facts | None = None
+    facts: Facts,
+    receipt: Receipt,
+    bits_per_weight: float,
+    made_by: Facts | None = None,
+    redone: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """What a result says of itself, in `RESULT_FILE`: nothing that differs from run to run."""
+    """What a result says of itself, in `RESULT_FILE`: nothing that differs from run to run. `redone`: what was solved
+    anew since, one entry for each time, the first one first."""
     return {
         "kind": KIND,
         "version": VERSION,
@@ -110,6 +123,7 @@ def result_document(
         "tensors": receipt.digest(),
         "bits_per_weight": bits_per_weight,
         **({} if made_by is None else {"conversion": {"facts": dict(made_by), "files": None}}),
+        **({"redone": list(redone)} if redone else {}),
     }
 
 
@@ -130,17 +144,12 @@ def finished_before(
 
     Raises CheckpointError for another one, or one that has been changed, that must not be.
     """
-    differences = differing(made["facts"], facts)
+    differences = [*differing(made["facts"], facts), *in_words(redone(made))]
     if not differences:
-        receipt, checkpoint = Receipt(), open_checkpoint(out)
-        with progress.task("read what is there", total=len(checkpoint.names())) as task:
-            for name in checkpoint.names():
-                receipt.add(name, checkpoint.tensor(name))
-                task.advance(note=name)
-        if receipt.digest() == made["tensors"]:
-            files = {header.path for header in checkpoint.homes.values()}
-            return Finished(out, float(made["bits_per_weight"]), sum(file.stat().st_size for file in files))
-        differences = ["its tensors were changed afterwards"]
+        checkpoint = open_checkpoint(out)
+        if receipt_of(checkpoint, progress).digest() == made["tensors"]:
+            return as_finished(checkpoint, made)
+        differences = [CHANGED]
     if overwrite:
         return None
     raise CheckpointError(
@@ -149,12 +158,38 @@ def finished_before(
     )
 
 
-def _plain(value: Any) -> str | int | float | bool | None:
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+def receipt_of(checkpoint: Checkpoint, progress: Progress = NOBODY) -> Receipt:
+    """Reads all that is there."""
+    receipt = Receipt()
+    with progress.task("read what is there", total=len(checkpoint.names())) as task:
+        for name in checkpoint.names():
+            receipt.add(name, checkpoint.tensor(name))
+            task.advance(note=name)
+    return receipt
+
+
+def as_finished(checkpoint: Checkpoint, made: Mapping[str, Any]) -> Finished:
+    files = {header.path for header in checkpoint.homes.values()}
+    return Finished(checkpoint.path, float(made["bits_per_weight"]), sum(file.stat().st_size for file in files))
+
+
+def redone(made: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What was solved anew in a result since it was made, by its record: entries with `facts` and the number of
+    `linears`."""
+    found = made.get("redone", [])
+    entries = found if isinstance(found, list) else []
+    return [one for one in entries if isinstance(one, dict) and isinstance(one.get("facts"), dict)]
+
+
+def in_words(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What a record says was solved anew."""
+    return [
+        f"what matches `{one['facts'].get('redo')}` was redone with effort `{one['facts'].get('effort')}`"
+        for one in entries
+    ]
 
 
 def _digest(path: Path) -> str | None:
-    """Of the content of a file; None where it cannot be read, which its reader will say."""
     try:
         return sha256(path.read_bytes()).hexdigest()
     except OSError:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.durable import sync_folder
-from quantkit.checkpoint.header import TORCH_DTYPES, read_header
+from quantkit.checkpoint.header import TORCH_DTYPES, Header, read_header
 from quantkit.checkpoint.receipt import digest_of
 from quantkit.checkpoint.regular import open_regular, read_into
 from quantkit.checkpoint.shard import ShardWriter
@@ -122,6 +122,15 @@ class Job:
     def value(self, step: str) -> Any:
         """What a finished step found."""
         return self._steps[step]["value"]
+
+    def homes(self, step: str) -> dict[str, Header]:
+        """The header of the file that has them for each tensor of a finished step, for those who read it themselves:
+        without comparing what they read with what was written. Raises JobError for a file that cannot be read."""
+        names = self._steps[step]["tensors"]
+        try:
+            return dict.fromkeys(names, read_header(self._folder.file(_file(step)))) if names else {}
+        except CheckpointError as error:
+            raise self._damaged(step, error.message) from error
 
     def tensors(self, step: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a finished step in the order they were added, read one by one.

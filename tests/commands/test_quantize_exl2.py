@@ -13,7 +13,7 @@ from quantkit import cli
 from quantkit.calibration import sensitivity
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import quantize as quantize_command
-from quantkit.commands import quantize_exl2
+from quantkit.commands import quantize_end, quantize_exl2
 from quantkit.commands.measure import run as measure
 from quantkit.commands.quantize import run
 from quantkit.commands.quantize_rates import run_rates
@@ -196,7 +196,7 @@ def test_an_edited_plan_that_misses_its_target_is_remarked_upon(model: Path, mea
 
 
 def test_files_of_another_size_than_planned_do_not_appear(model: Path, measured: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(quantize_command, "stored_bits", lambda written, name: 1)
+    monkeypatch.setattr(quantize_end, "stored_bits", lambda written, name: 1)
     with pytest.raises(GateError, match=r"q_proj` takes 1 bits in .*, planned were"):
         quantize(model, tmp_path / "out", bpw=4.0, measurement=measured)
     assert not (tmp_path / "out").exists()

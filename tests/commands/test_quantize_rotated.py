@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import quantkit
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.commands import quantize as quantize_command
+from quantkit.commands import quantize_end
 from quantkit.commands.check import check
 from quantkit.commands.measure import run as measure
 from quantkit.commands.quantize import run
@@ -95,13 +95,13 @@ def test_what_is_measured_is_the_damage_to_the_original(
     tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    compare = quantize_command.divergence.compare
+    compare = quantize_end.divergence.compare
 
     def watched(reference, candidate, windows, progress):
         seen.append(reference)
         return compare(reference, candidate, windows, progress)
 
-    monkeypatch.setattr(quantize_command.divergence, "compare", watched)
+    monkeypatch.setattr(quantize_end.divergence, "compare", watched)
     quantize(tied, tmp_path / "out", untie_head=True, effort="nearest", evaluate=True)
     (reference,) = seen
     assert torch.equal(reference.embedding.weight, open_checkpoint(tied).tensor(EMBEDDING))

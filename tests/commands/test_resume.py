@@ -192,7 +192,7 @@ def test_what_was_made_and_not_measured_is_measured_by_the_same_command(tmp_path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("quantkit.commands.quantize._measure", killed)
+        patch.setattr("quantkit.commands.quantize.measure_damage", killed)
         with pytest.raises(KeyboardInterrupt):
             run(own, Silent())
     assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out.job").is_dir()

@@ -1,0 +1,88 @@
+"""The end of a quantization: the files are what was solved, the damage against the original, and what it all took."""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.receipt import Receipt
+from quantkit.commands.effort import Effort
+from quantkit.commands.quantize_job import QuantizeJob, Subject, stored_bits
+from quantkit.commands.quantize_rehearsal import peak_memory
+from quantkit.commands.quantize_report import Calibration, Damage
+from quantkit.errors import OWN_FAULT, CheckpointError, GateError, RequestError
+from quantkit.evaluators import divergence
+from quantkit.models.transformer import Model
+from quantkit.progress import Progress
+from quantkit.runtime.generator import Generator
+from quantkit.runtime.load import load
+from quantkit.runtime.request import Request
+from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.settings import QuantizeSettings
+
+EVALUATION_WINDOWS, EVALUATION_LENGTH = 8, 512
+SAMPLE_PROMPT, SAMPLE_TOKENS = "What is gravity? Answer in two sentences.", 64
+
+
+def calibration_of(settings: QuantizeSettings, effort: Effort, subject: Subject) -> Calibration:
+    return Calibration(
+        source=settings.calibration if effort.calibrates else "none",
+        rows=subject.rows.shape[0],
+        length=subject.rows.shape[1],
+        seed=settings.seed,
+        device=subject.placement.device,
+        dtype=subject.placement.dtype_name,
+    )
+
+
+def backend_of(subject: Subject) -> str:
+    return f"{subject.placement.backend}: {subject.placement.reason}"
+
+
+def check_written(written: Checkpoint, job: QuantizeJob, receipt: Receipt, progress: Progress) -> None:
+    """What is on the disk is what was solved, and takes the bits that were planned. GateError for anything else."""
+    receipt.check(written, progress)
+    for linear in job.plan.linears:
+        if (bits := stored_bits(written, linear.name)) != linear.stored_bits:
+            raise GateError(
+                f"`{linear.name}` takes {bits} bits in `{written.path}`, planned were {linear.stored_bits}",
+                hint=OWN_FAULT,
+            )
+
+
+def measure_damage(subject: Subject, out: Path, windows: Tensor, progress: Progress) -> Damage:
+    """The result against the original on bundled text that calibration never sees, and one greedy answer."""
+    device = subject.placement.device
+    original = subject.checkpoint.original
+    reference = Model.stream(original, original.model_config, subject.architecture, torch.float32, device)
+    candidate = load(out, device, torch.float32)
+    found = divergence.compare(reference, candidate, windows, progress)
+    prompt = _sample_prompt(subject.tokenizer)
+    room = min(SAMPLE_TOKENS, subject.config.max_positions - len(prompt))
+    request = Request(prompt, room, stop_ids=subject.tokenizer.eos_ids)
+    return Damage(
+        windows=len(windows),
+        tokens=found.reference.tokens,
+        perplexity_reference=found.reference.perplexity,
+        perplexity_candidate=found.candidate.perplexity,
+        kl_mean=found.kl_mean,
+        kl_ci95=found.kl_ci95,
+        top1_agreement=found.top1_agreement,
+        prompt=SAMPLE_PROMPT,
+        answer=Generator(candidate, subject.tokenizer).run(request).text if room > 0 else "",
+    )
+
+
+def _sample_prompt(tokenizer: Tokenizer) -> list[int]:
+    """A chat where the model has a template, else plain text."""
+    try:
+        return tokenizer.chat([{"role": "user", "content": SAMPLE_PROMPT}]) or tokenizer.encode(SAMPLE_PROMPT)
+    except (RequestError, CheckpointError):  # of a template that fails: the result is none the worse for it
+        return tokenizer.encode(SAMPLE_PROMPT, special=True)
+
+
+def spent_since(start: tuple[float, float]) -> tuple[float, float, int]:
+    """Wall seconds, processor seconds, and the peak memory of the process so far in bytes."""
+    return time.monotonic() - start[0], time.process_time() - start[1], peak_memory()
