@@ -29,16 +29,19 @@ class CudaGraphs:
     stream, and have to be there, and zero, before a capture begins."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device = device
+        self._made: tuple[torch.cuda.Stream, object] | None = None
 
     def record(self, launches: Launches) -> Launches:
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        if self._made is None:
+            self._made = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+        stream, pool = self._made
+        current = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             launches()
-        current.wait_stream(self._stream)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             launches()
         return graph.replay

@@ -274,6 +274,9 @@ class _Words(TorchFunctionMode):
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         with self._placed(to_card, forced=True):
             found = func(*args, **kwargs)
+            for tensor in _tensors(found) if to_card else ():
+                if not self._card.holds(tensor):  # `torch.tensor` takes its memory where no operation is seen
+                    self._card.put(tensor)
             if from_card != to_card and any(found is tensor for tensor in _tensors((args, kwargs))):
                 return found.clone()
             return found

@@ -15,6 +15,7 @@ from quantkit.formats.codec import StoredTensor
 from quantkit.formats.dense import DenseTensor
 from quantkit.formats.exl2 import Exl2Tensor
 from quantkit.formats.gptq import GptqTensor
+from quantkit.formats.repacked import same_device
 from quantkit.kernels.cuda import CudaBackend
 from quantkit.kernels.cuda_steps import FORMAT_NAMES, HALF_NAMES, WIDEST_HEAD
 from quantkit.kernels.protocol import Backend
@@ -50,10 +51,10 @@ def _device(model: Model, backend: Backend) -> str:
         return f"the backend `{backend.name}` has no kernels for decode steps"
     if isinstance(model.blocks, StreamedBlocks):
         return "the blocks of the model are read anew whenever they run"
-    if any(device != model.device for device in model.devices):
-        return "the layers of the model are on several devices"
-    if not isinstance(model.embedding, Embedding):
+    if type(model.embedding) is not Embedding:
         return "several processes share the model"
+    if any(device != model.embedding.weight.device for device in model.devices):
+        return "the layers of the model are on several devices"
     if not backend.reaches(model.embedding.weight):
         return f"the kernels do not reach tensors on `{model.device}`"
     if model.dtype not in HALF_NAMES:
@@ -69,7 +70,7 @@ def _cache(model: Model, pool: PagePool) -> str:
         return "a part of the cache is in host memory"
     if pool.window is not None:
         return "the cache has a window of its own"
-    if any(device != model.device for device in pool.devices):
+    if not all(same_device(device, model.embedding.weight.device) for device in pool.devices):
         return "the cache is on another device than the model"
     if head_dim > WIDEST_HEAD or head_dim % GROUP:
         return f"heads have {head_dim} elements, the kernels take multiples of {GROUP} up to {WIDEST_HEAD}"

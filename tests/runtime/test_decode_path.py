@@ -9,6 +9,7 @@ import tiny_gptq
 import torch
 from cuda_on_cpu import compiler
 from cuda_on_cpu.launcher import ExecutorLauncher
+from simulated_card import SimulatedCard, kernels_of
 
 import quantkit
 from quantkit import kernels
@@ -105,7 +106,8 @@ def test_arithmetic_and_devices_that_are_not(cuda, tmp_path, monkeypatch) -> Non
     assert refusal(model) == "this card is too old for products in bf16, fp16 is faster there"
     monkeypatch.setattr(old, "reaches", lambda tensor: False)
     assert refusal(model) == "the kernels do not reach tensors on `cpu`"
-    assert refusal(replace(model, device=torch.device("meta"))) == "the layers of the model are on several devices"
+    elsewhere = replace(model.embedding, weight=model.embedding.weight.to("meta"))
+    assert refusal(replace(model, embedding=elsewhere)) == "the layers of the model are on several devices"
 
 
 def test_streamed_blocks_and_adapters_are_not(cuda, tmp_path) -> None:
@@ -139,6 +141,24 @@ def test_generate_takes_the_kernels_and_says_so(cuda, tmp_path, draft) -> None:
     assert report.as_json()["decode_path"] == {"name": KERNELS, "reason": "this device has no CUDA graphs"}
     told = "kernels, launched one by one: this device has no CUDA graphs"
     assert ["decode steps", told] in report.rows()
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the CUDA sources cannot be run on the CPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("write", [tiny_gptq.write_model, tiny_exl2.write_model])
+def test_on_a_card_everything_is_where_it_belongs(tmp_path, monkeypatch, write) -> None:
+    """The card is simulated, and has no graphs: the way there is tried, and said to be closed, once."""
+    card, executor = SimulatedCard(), ExecutorLauncher()
+    card._backend = kernels_of(card, executor)
+    path = write(tmp_path / "m", **HEADS)
+    with card.inserted(monkeypatch):
+        report = quantkit.generate(path, "the theory", max_new_tokens=4, device="cuda", kv="int8", ignore_eos=True)
+    assert {"rope_append", "attend", "turn_heads"} <= {name for name, _ in executor.launched}
+    found = report.as_json()
+    assert (found["device"], found["dtype"], found["backend"]) == ("cuda", "fp16", "cuda")
+    assert found["decode_path"]["name"] == KERNELS
+    assert found["decode_path"]["reason"].startswith("the launches of a step could not be captured: ")
+    assert len(found["token_ids"]) == 4
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the CUDA sources cannot be run on the CPU")
