@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.kernels import columns, multiply
-from quantkit.kernels.jit import spread, targets
+from quantkit.kernels import columns, integers, multiply
+from quantkit.kernels.integers import BLOCK_ROWS
+from quantkit.kernels.jit import LEAST_WORK, spread, targets
 from quantkit.kernels.planes import (
     PLANES,
     STRIP,
@@ -33,7 +34,6 @@ from quantkit.kernels.reference import AsStored, ReferenceBackend, check_codes, 
 # library product is faster, sooner where codes become floats first.
 FEW_ROWS = 16
 FEW_ROWS_OF_INTEGERS = 64
-BLOCK_ROWS = 4
 # Columns of one dequantized panel: its weights stay in the outer cache.
 PANEL_COLUMNS = 512
 
@@ -163,37 +163,35 @@ class CpuBackend(ReferenceBackend):
 
 def _matmul(x: Tensor, planes: Planes) -> Tensor:
     assert x.dim() == 2 and x.shape[1] == planes.in_features
+    integer = x.dtype == torch.bfloat16 and multiply.HAS_BYTE_PRODUCTS
+    if 0 < len(x) <= FEW_ROWS_OF_INTEGERS and integer:
+        return integers.product(x, planes, _threads(x, planes)).to(x.dtype)
     if planes.order is not None:
         x = x[:, planes.order]
-    integer = x.dtype == torch.bfloat16 and multiply.HAS_BYTE_PRODUCTS
-    if x.shape[0] > (FEW_ROWS_OF_INTEGERS if integer else FEW_ROWS):
-        return _multiply_many(x, planes)
-    return _multiply_few(x, planes, integer=integer).to(x.dtype)
+    if len(x) <= FEW_ROWS:
+        return _multiply_few(x, planes).to(x.dtype)
+    return _multiply_many(x, planes)
 
 
-def _multiply_few(x: Tensor, planes: Planes, *, integer: bool) -> Tensor:
-    """x [m, in] → float32 [m, out], straight from the planes, in blocks of rows."""
+def _threads(x: Tensor, planes: Planes) -> int:
+    """One where there is too little to do for another to be woken."""
+    work = len(x) * planes.in_features * planes.out_features
+    return torch.get_num_threads() if work >= LEAST_WORK else 1
+
+
+def _multiply_few(x: Tensor, planes: Planes) -> Tensor:
+    """x [m, in] → float32 [m, out] in floats, straight from the planes, in blocks of rows."""
     m, out = x.shape[0], planes.out_features
     block = 1 if m == 1 else BLOCK_ROWS
-    x = x.to(torch.float32)
-    x = torch.nn.functional.pad(x, (0, 0, 0, -m % block)) if m % block else x.contiguous()
+    x = torch.nn.functional.pad(x.to(torch.float32), (0, 0, 0, -m % block)).contiguous()
     y = torch.zeros(x.shape[0], out)
-    inputs, outputs = _rounded(x) if integer else (x.numpy(),), y.numpy()
+    inputs, outputs = x.numpy(), y.numpy()
     for start in range(0, m, block):
         rows = slice(start, start + block)
         for section in planes.sections:
-            kernel = multiply.integer_dot(section.bits, block) if integer else multiply.float_dot(section.bits, block)
-            own = (part[rows] for part in inputs)
-            spread(kernel, out // STRIP, 1, section.rows * out, *own, *section.arguments, outputs[rows])
+            kernel, work = multiply.float_dot(section.bits, block), section.rows * out
+            spread(kernel, out // STRIP, 1, work, inputs[rows], *section.arguments, outputs[rows])
     return y[:m]
-
-
-def _rounded(x: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `round_rows` makes of float32 x [m, in]."""
-    m, units = x.shape[0], x.shape[1] // UNIT
-    made = np.empty((m, units, 2 * UNIT), np.int8), np.empty((m, units), np.float32), np.empty((m, units), np.int32)
-    multiply.round_rows(x.numpy(), *made)
-    return made
 
 
 def _multiply_many(x: Tensor, planes: Planes) -> Tensor:

@@ -20,11 +20,15 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     Numba looks for NUMBA_CACHE_DIR, the folder of the source, then the user's cache folder. Its cache follows the
     source file of the kernel alone: keep the intrinsics that a kernel uses in the same file.
     """
-    options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
     try:
-        return numba.njit(cache=True, **options)(function)
+        return numba.njit(cache=True, nogil=True, **options())(function)
     except RuntimeError:  # no folder can be written
-        return numba.njit(**options)(function)
+        return numba.njit(nogil=True, **options())(function)
+
+
+def options() -> dict[str, Any]:
+    """What every kernel is compiled with: multiply-adds may be fused, nothing else is rearranged."""
+    return {"fastmath": {"contract"}, "error_model": "numpy"}
 
 
 @cache
@@ -46,14 +50,14 @@ def spread(kernel: Callable[..., Any], count: int, multiple: int, work: int, *ar
         kernel(0, count, *arguments)
         return
     cuts = [min(count, steps * part // parts * multiple) for part in range(parts + 1)]
-    pool = _pool(os.getpid(), parts - 1)
-    others = [pool.submit(kernel, cuts[part], cuts[part + 1], *arguments) for part in range(1, parts)]
+    workers = pool(os.getpid(), parts - 1)
+    others = [workers.submit(kernel, cuts[part], cuts[part + 1], *arguments) for part in range(1, parts)]
     kernel(0, cuts[1], *arguments)
     for other in others:
         other.result()
 
 
 @cache
-def _pool(process: int, workers: int) -> ThreadPoolExecutor:
+def pool(process: int, workers: int) -> ThreadPoolExecutor:
     """Keyed by process, as threads do not survive a fork."""
     return ThreadPoolExecutor(workers, thread_name_prefix="quantkit-kernel")

@@ -3,7 +3,7 @@
 A vector has 16 lanes of 32 bits, and the lanes are 16 neighbouring output columns, a strip. A kernel walks down the
 rows of a strip, a unit of 32 rows after the other, and takes four rows of it at once, a byte for each code.
 
-    integer products  x is rounded to 16-bit integers, a scale for each unit (`round_rows`), and taken apart into two
+    integer products  x is rounded to 16-bit integers, a scale for each unit (`rounding`), and taken apart into two
                       bytes: X = 256·h + l. Two `vpdpbusd` (AVX-512 VNNI) multiply the codes with h and with l, exactly,
                       and what is summed in float32 is one number for each unit. x is off by at most 1/65024 of the
                       largest of its unit, less than bfloat16 is off (1/512 of each value); weights are not rounded
@@ -22,13 +22,14 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
 from quantkit.kernels.jit import compiled, targets
 from quantkit.kernels.planes import PLANES, STRIP, UNIT
+from quantkit.kernels.program import operation, pointer
 
 QUADS = UNIT // 4
 # A product of 64 unsigned with 64 signed bytes, summed by fours, in one instruction.
@@ -40,27 +41,54 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 @cache
-def integer_dot(bits: int, rows: int) -> Callable[..., Any]:
-    """The kernel that adds `x [rows, in] · weight` of one section to `y [rows, out]`, for strips first … last - 1.
+def integer_product(bits: int, rows: int) -> Any:
+    """The operation that adds `x · weight` of one section to y, `rows` rows at a time.
 
-    Arguments: first, last, x as `round_rows` makes it (codes, scales, sums), then those of `float_dot` after its x.
+    Operands, sizes in brackets: x codes, scales, sums as `rounding` makes them [m, units], m, units; low, high, scales,
+    zeros of the section; strips, its units, groups, whether scales are float16, whether zeros are one for all; starts,
+    offset; y float32 [m, width], width, first column; what y becomes first: 1 zeros, 2 bias, 0 stays; bias float32.
+    m is a multiple of `rows`.
     """
+    width, upper = PLANES[bits]
 
-    @compiled
-    def kernel(first, last, codes, x_scales, sums, low, high, scales, zeros, starts, offset, y):  # type: ignore[no-untyped-def]
-        for strip in range(first, last):
-            total = vectors(rows)
-            for group in range(starts.size - 1):
-                scale, zero = grid(scales, zeros, strip, group)
-                part = vectors(rows)
-                for unit in range(starts[group], starts[group + 1]):
-                    part = multiply_integers(
-                        part, zero, codes, x_scales, sums, offset + unit, low, high, strip, unit, bits
-                    )
-                total = scaled(total, part, scale)
-            add_to(total, y, strip)
+    def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
+        a = carray(pointer(arguments), 21, np.int64)
+        m, units, strips, own, groups = a[3], a[4], a[9], a[10], a[11]
+        low = carray(pointer(a[5]), (strips, own, width, STRIP), np.uint32)
+        high = carray(pointer(a[6]), (strips, own, upper, STRIP), np.uint32)
+        zeros = carray(pointer(a[8]), (1 if a[13] else strips, 1 if a[13] else groups, STRIP), np.uint8)
+        starts, offset = carray(pointer(a[14]), groups + 1, np.int64), a[15]
+        y = carray(pointer(a[16]), (m, a[17]), np.float32)
+        bias = carray(pointer(a[20]), a[9] * STRIP, np.float32)
+        first, last = strips * thread // threads, strips * (thread + 1) // threads
+        for row in range(0, m, rows):
+            place = row * units
+            codes = carray(pointer(a[0] + place * 2 * UNIT), (rows, units, 2 * UNIT), np.int8)
+            x_scales = carray(pointer(a[1] + place * 4), (rows, units), np.float32)
+            sums = carray(pointer(a[2] + place * 4), (rows, units), np.int32)
+            mine = y[row : row + rows]
+            for strip in range(first, last):
+                if a[19]:
+                    for r in range(rows):
+                        for lane in range(strip * STRIP, (strip + 1) * STRIP):
+                            mine[r, a[18] + lane] = bias[lane] if a[19] == 2 else np.float32(0)
+                total = vectors(rows)
+                for group in range(groups):
+                    if a[12]:
+                        halves = carray(pointer(a[7]), (strips, groups, STRIP), np.uint16)
+                        scale, zero = grid(halves, zeros, strip, group)
+                    else:
+                        floats = carray(pointer(a[7]), (strips, groups, STRIP), np.float32)
+                        scale, zero = grid(floats, zeros, strip, group)
+                    part = vectors(rows)
+                    for unit in range(starts[group], starts[group + 1]):
+                        part = multiply_integers(
+                            part, zero, codes, x_scales, sums, offset + unit, low, high, strip, unit, bits
+                        )
+                    total = scaled(total, part, scale)
+                add_to(total, mine, a[18] + strip * STRIP)
 
-    return kernel
+    return operation(kernel)
 
 
 @cache
@@ -82,7 +110,7 @@ def float_dot(bits: int, rows: int) -> Callable[..., Any]:
                         total = multiply_floats(
                             total, scale, zero, x, offset + unit, low, high, strip, unit, quad, bits
                         )
-            add_to(total, y, strip)
+            add_to(total, y, strip * STRIP)
 
     return kernel
 
@@ -108,36 +136,51 @@ def panel(bits: int) -> Callable[..., Any]:
     return kernel
 
 
-@compiled
-def round_rows(x, codes, scales, sums):  # type: ignore[no-untyped-def]
-    """float32 x [m, in] → 16-bit integers, in units of 32: `x ≈ X · scale`, X = 256·h + l.
+@cache
+def rounding() -> Any:
+    """The operation that rounds x to 16-bit integers, in units of 32: `x ≈ X · scale`, X = 256·h + l.
 
-    codes   int8 [m, units, 64]: h of the 32 values, then l
-    scales  float32 [m, units]; NaN where a value is NaN or infinite, which makes the products NaN
-    sums    int32 [m, units]: the sum of X
+    Operands: x float32 [m, width], int64 order [units·32] in which its values are taken, or 0; m, width, units; what
+    comes out: codes int8 [m, units, 64], h of the 32 values and then l, scales float32 [m, units], NaN where a value is
+    NaN or infinite, which makes the products NaN, and sums int32 [m, units] of X.
     """
-    integers = np.empty(UNIT, np.int32)
-    for row in range(x.shape[0]):
-        for unit in range(scales.shape[1]):
-            values = x[row, unit * UNIT : (unit + 1) * UNIT]
-            top, wrong = np.float32(0), np.float32(0)
+    return operation(_round)
+
+
+def _round(thread, threads, arguments):  # type: ignore[no-untyped-def]
+    a = carray(pointer(arguments), 8, np.int64)
+    m, width, units = a[2], a[3], a[4]
+    x = carray(pointer(a[0]), (m, width), np.float32)
+    order = carray(pointer(a[1]), units * UNIT, np.int64)
+    codes = carray(pointer(a[5]), (m, units, 2 * UNIT), np.int8)
+    scales = carray(pointer(a[6]), (m, units), np.float32)
+    sums = carray(pointer(a[7]), (m, units), np.int32)
+    values, integers = np.empty(UNIT, np.float32), np.empty(UNIT, np.int32)
+    for place in range(m * units * thread // threads, m * units * (thread + 1) // threads):
+        row, unit = place // units, place % units
+        if a[1]:
             for k in range(UNIT):
-                top = max(top, abs(values[k]))
-                wrong += values[k] * np.float32(0)
-            scale = top * np.float32(1 / LARGEST) + wrong
-            inverse = np.float32(0)
-            if wrong == 0 and top > np.float32(1e-30):
-                inverse = np.float32(LARGEST) / top
-            total = np.int32(0)
+                values[k] = x[row, order[unit * UNIT + k]]
+        else:
             for k in range(UNIT):
-                integers[k] = np.int32(np.rint(values[k] * inverse)) if inverse > 0 else np.int32(0)
-            own = codes[row, unit]
-            for k in range(UNIT):
-                upper = (integers[k] + 128) >> 8
-                own[k] = upper
-                own[UNIT + k] = integers[k] - (upper << 8)
-                total += integers[k]
-            scales[row, unit], sums[row, unit] = scale, total
+                values[k] = x[row, unit * UNIT + k]
+        top, wrong = np.float32(0), np.float32(0)
+        for k in range(UNIT):
+            top = max(top, abs(values[k]))
+            wrong += values[k] * np.float32(0)
+        inverse = np.float32(0)
+        if wrong == 0 and top > np.float32(1e-30):
+            inverse = np.float32(LARGEST) / top
+        total = np.int32(0)
+        for k in range(UNIT):
+            integers[k] = np.int32(np.rint(values[k] * inverse)) if inverse > 0 else np.int32(0)
+        for k in range(UNIT):
+            upper = (integers[k] + 128) >> 8
+            codes[row, unit, k] = upper
+            codes[row, unit, UNIT + k] = integers[k] - (upper << 8)
+            total += integers[k]
+        scales[row, unit] = top * np.float32(1 / LARGEST) + wrong
+        sums[row, unit] = total
 
 
 # --- LLVM building blocks: plain functions from a builder and values to values
@@ -363,16 +406,16 @@ def scaled(typing, total, part, scale):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def add_to(typing, total, y, strip):  # type: ignore[no-untyped-def]
-    """Add each vector to its strip of a row of y [rows, out]."""
+def add_to(typing, total, y, column):  # type: ignore[no-untyped-def]
+    """Add each vector to a row of y [rows, out], from `column` on."""
 
     def emit(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         (y,) = _unpacked(context, b, signature, arguments, (1,))
         width = cgutils.unpack_tuple(b, y.shape)[1]
         for row, vector in enumerate(cgutils.unpack_tuple(b, arguments[0])):
-            index = b.add(b.mul(width, I64(row)), b.mul(arguments[2], I64(STRIP)))
+            index = b.add(b.mul(width, I64(row)), arguments[2])
             target = b.bitcast(b.gep(y.data, [index]), vector.type.as_pointer())
             b.store(b.fadd(b.load(target, align=4), vector), target, align=4)
         return context.get_dummy_value()
 
-    return types.none(total, y, strip), emit
+    return types.none(total, y, column), emit

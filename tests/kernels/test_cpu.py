@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from quantkit import kernels
-from quantkit.kernels import jit, multiply
-from quantkit.kernels.cpu import FEW_ROWS, FEW_ROWS_OF_INTEGERS
+from quantkit.kernels import integers, jit, multiply
+from quantkit.kernels.cpu import FEW_ROWS, FEW_ROWS_OF_INTEGERS, _multiply_few
 from quantkit.kernels.planes import HUGE_PAGE, UNIT, Planes, empty_plane
+from quantkit.kernels.program import Program
 from quantkit.kernels.protocol import WIDTHS, GptqWeight, Repacked
 
 cpu = kernels.backend("cpu", "cpu")
@@ -45,11 +46,13 @@ def test_a_row_gets_the_same_bits_in_every_small_batch(bits: int, dtype: torch.d
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """X int32, scales and sums of `round_rows`, X put together from its bytes."""
+    """X int32, scales and sums of `rounding`, X put together from its bytes."""
     m, units = x.shape[0], x.shape[1] // UNIT
     codes, scales = np.empty((m, units, 2 * UNIT), np.int8), np.empty((m, units), np.float32)
     sums = np.empty((m, units), np.int32)
-    multiply.round_rows(x.numpy(), codes, scales, sums)
+    program = Program()
+    program.add(multiply.rounding(), (x, None, m, x.shape[1], units, codes, scales, sums))
+    program.run(2)
     upper, lower = torch.from_numpy(codes).to(torch.int32).split(UNIT, 2)
     return 256 * upper + lower, torch.from_numpy(scales), torch.from_numpy(sums)
 
@@ -80,9 +83,8 @@ def test_what_is_not_finite_in_a_row_spoils_that_row_alone(value: float, m: int)
 def test_integer_products_are_nearer_than_bfloat16_is(bits: int) -> None:
     """Both forms for the same x, before the result is rounded to bfloat16."""
     repacked, x = _repacked(512, 96, bits), _inputs(4, 512).to(torch.bfloat16)
-    from quantkit.kernels import cpu as module
-
-    integer, float_ = (module._multiply_few(x, repacked, integer=integer) for integer in (True, False))
+    assert isinstance(repacked, Planes)
+    integer, float_ = integers.product(x, repacked, 1), _multiply_few(x, repacked)
     off = (integer - float_).square().mean().sqrt() / float_.square().mean().sqrt()
     assert 0 < float(off) < 4e-4  # rounding of weights to float16, which integer products leave out; bfloat16: 2e-3
 

@@ -1,0 +1,188 @@
+"""Programs: operations that several threads run side by side in one call, without Python in between.
+
+    program = Program()
+    program.add(operation.address, Block(array, 7, …), waits=False)
+    program.run(threads=2)
+
+An operation is a compiled C function `(thread, threads, arguments)`: it does the share of that thread, and finds what
+it works on in a block of 64-bit numbers, mostly addresses. A decode step has hundreds of operations of a few
+microseconds; threads that meet behind each of them in a barrier that spins cost one where waking a thread costs forty.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from quantkit.kernels.jit import compiled, options, pool
+
+I64 = ir.IntType(64)
+# Looks at a barrier before the processor is offered to others: about two microseconds.
+SPINS = 500
+COUNT, TURN = 0, 8
+"""Places in a barrier, on two lines of the cache."""
+
+Operand = np.ndarray | Tensor | int | None
+
+
+def operation(function: Callable[..., Any], **more: Any) -> Any:
+    """Compile `function(thread, threads, arguments)`, three int64, as C; `.address` is where it is."""
+    signature = types.void(types.int64, types.int64, types.int64)
+    try:
+        return numba.cfunc(signature, cache=True, **{**options(), **more})(function)
+    except RuntimeError:  # no folder can be written
+        return numba.cfunc(signature, **{**options(), **more})(function)
+
+
+@intrinsic
+def pointer(typing, address):  # type: ignore[no-untyped-def]
+    """An int64 as what `carray` takes."""
+    return types.voidptr(types.int64), lambda context, b, signature, args: b.inttoptr(
+        args[0], ir.IntType(8).as_pointer()
+    )
+
+
+@intrinsic
+def call(typing, address, thread, threads, arguments):  # type: ignore[no-untyped-def]
+    """Run the operation at `address`."""
+
+    def emit(context, b, signature, args):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+        b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def give_way(typing, address):  # type: ignore[no-untyped-def]
+    """Call the C function at `address`, without arguments; 0 is none."""
+
+    def emit(context, b, signature, args):  # type: ignore[no-untyped-def]
+        with b.if_then(b.icmp_signed("!=", args[0], I64(0))):
+            b.call(b.inttoptr(args[0], ir.FunctionType(ir.IntType(32), []).as_pointer()), [])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), emit
+
+
+@intrinsic
+def add_atomically(typing, address, value):  # type: ignore[no-untyped-def]
+    """int64 at `address` plus `value`, in one step for all threads; returns what was there."""
+
+    def emit(context, b, signature, args):  # type: ignore[no-untyped-def]
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def look(typing, address):  # type: ignore[no-untyped-def]
+    """int64 at `address` as other threads leave it, and all that they wrote before."""
+
+    def emit(context, b, signature, args):  # type: ignore[no-untyped-def]
+        return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), emit
+
+
+@compiled
+def run(table, thread, threads, barrier, others):  # type: ignore[no-untyped-def]
+    """The share of one thread: operations by address, arguments, and whether all threads wait behind it, int64 [n, 3].
+
+    barrier  address of int64 [16], zeros at first and afterwards
+    others   address of a C function that lets other threads run
+    """
+    for index in range(table.shape[0]):
+        call(table[index, 0], thread, threads, table[index, 1])
+        if threads > 1 and table[index, 2]:
+            turn = look(barrier + 8 * TURN)
+            if add_atomically(barrier + 8 * COUNT, 1) == threads - 1:
+                add_atomically(barrier + 8 * COUNT, -threads)
+                add_atomically(barrier + 8 * TURN, 1)
+            else:
+                spins = 0
+                while look(barrier + 8 * TURN) == turn:
+                    spins += 1
+                    if spins > SPINS:
+                        give_way(others)
+
+
+class Program:
+    """Operations in their order. Everything whose address they hold is kept alive here."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int]] = []
+        self._kept: list[Any] = []
+        self._table: np.ndarray | None = None
+        self._barrier = np.zeros(16, np.int64)
+
+    def add(self, compiled_operation: Any, operands: Sequence[Operand], *, waits: bool = True) -> None:
+        """One more. Arrays and tensors are handed on by address, None as 0.
+
+        waits  all threads have done their share before the next operation begins; else the next one touches, in each
+               thread, only what no other thread has in hand
+        """
+        block = np.array([_number(operand) for operand in operands], np.int64)
+        self._kept += [compiled_operation, block, *operands]
+        self._rows.append((compiled_operation.address, block.ctypes.data, int(waits)))
+        self._table = None
+
+    def wait(self) -> None:
+        """All threads have done their share of what was added last before the next operation begins."""
+        address, block, _ = self._rows.pop()
+        self._rows.append((address, block, 1))
+        self._table = None
+
+    def run(self, threads: int) -> None:
+        """All of them, in so many threads."""
+        if self._table is None:
+            self._table = np.array(self._rows, np.int64).reshape(-1, 3)
+        barrier = self._barrier.ctypes.data
+        if threads == 1:
+            run(self._table, 0, 1, barrier, GIVE_WAY)
+            return
+        workers = pool(os.getpid(), threads - 1)
+        with _turn(os.getpid()):
+            shares = [workers.submit(run, self._table, one, threads, barrier, GIVE_WAY) for one in range(1, threads)]
+            run(self._table, 0, threads, barrier, GIVE_WAY)
+            for share in shares:
+                share.result()
+
+
+@cache
+def _turn(process: int) -> threading.Lock:
+    """For one program at a time: two that share the workers could each wait for one that the other has. Keyed by
+    process, as whoever holds a lock does not survive a fork."""
+    return threading.Lock()
+
+
+def _number(operand: Operand) -> int:
+    if operand is None:
+        return 0
+    if isinstance(operand, Tensor):
+        assert operand.is_contiguous()
+        return operand.data_ptr()
+    if isinstance(operand, np.ndarray):
+        assert operand.flags.c_contiguous
+        return operand.ctypes.data
+    return operand
+
+
+def _give_way() -> int:
+    try:
+        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+    except (AttributeError, OSError, TypeError):  # a system without it: threads spin on
+        return 0
+
+
+GIVE_WAY = _give_way()

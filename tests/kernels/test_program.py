@@ -1,0 +1,103 @@
+"""Programs: every thread does its share, none begins what others have not finished, and nothing is freed too soon."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import torch
+from numba import carray
+
+from quantkit.kernels import program as programs
+from quantkit.kernels.program import Program, operation, pointer
+
+
+@operation
+def shift(thread, threads, arguments):  # type: ignore[no-untyped-def]
+    """y[i] = x[i + 1] + 1, cyclically: it needs what other threads wrote in the operation before."""
+    a = carray(pointer(arguments), 3, np.int64)
+    n = a[2]
+    x, y = carray(pointer(a[0]), n, np.int64), carray(pointer(a[1]), n, np.int64)
+    for i in range(n * thread // threads, n * (thread + 1) // threads):
+        y[i] = x[(i + 1) % n] + 1
+
+
+@operation
+def set_own(thread, threads, arguments):  # type: ignore[no-untyped-def]
+    """x[i] = 1 for the places of this thread."""
+    a = carray(pointer(arguments), 2, np.int64)
+    x = carray(pointer(a[0]), a[1], np.int64)
+    for i in range(thread, a[1], threads):
+        x[i] += 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_an_operation_sees_all_of_the_one_before(threads: int) -> None:
+    n, steps = 97, 200
+    x, y = np.arange(n), np.zeros(n, np.int64)
+    program = Program()
+    for step in range(steps):
+        program.add(shift, (x, y, n) if step % 2 == 0 else (y, x, n))
+    program.run(threads)
+    assert np.array_equal(x, (np.arange(n) + steps) % n + steps)
+    program.run(threads)
+    assert np.array_equal(x, (np.arange(n) + 2 * steps) % n + 2 * steps)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_operations_that_nobody_waits_for(threads: int) -> None:
+    x = np.zeros(10, np.int64)
+    program = Program()
+    for _ in range(5):
+        program.add(set_own, (x, 10), waits=False)
+    program.wait()
+    program.run(threads)
+    assert np.array_equal(x, np.full(10, 5))
+
+
+def test_arrays_live_as_long_as_the_program() -> None:
+    program = Program()
+    program.add(shift, (np.arange(50_000), torch.zeros(50_000, dtype=torch.int64), 50_000))
+    gc.collect()
+    junk = [np.full(50_000, -1) for _ in range(8)]
+    program.run(2)
+    del junk
+    assert isinstance(program._kept[3], torch.Tensor)
+    assert int(program._kept[3][0]) == 2
+
+
+def test_an_array_with_gaps_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        Program().add(shift, (np.zeros((4, 4), np.int64)[:, 1], np.zeros(4, np.int64), 4))
+
+
+def test_an_empty_program() -> None:
+    Program().run(2)
+
+
+def test_programs_of_several_callers_at_once() -> None:
+    """Not one that has a worker and waits for a second, which another has."""
+
+    def make() -> tuple[Program, np.ndarray]:
+        x, y = np.arange(31), np.zeros(31, np.int64)
+        program = Program()
+        for step in range(100):
+            program.add(shift, (x, y, 31) if step % 2 == 0 else (y, x, 31))
+        return program, x
+
+    made = [make() for _ in range(4)]
+    callers = [threading.Thread(target=program.run, args=(3,), daemon=True) for program, _ in made]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert all(np.array_equal(x, (np.arange(31) + 100) % 31 + 100) for _, x in made)
+
+
+def test_a_system_without_a_way_to_yield(monkeypatch) -> None:
+    monkeypatch.setattr(programs, "GIVE_WAY", 0)
+    x = np.zeros(10, np.int64)
+    program = Program()
+    program.add(set_own, (x, 10))
+    program.run(3)
+    assert np.array_equal(x, np.ones(10))
