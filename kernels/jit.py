@@ -44,6 +44,8 @@ def spread(kernel: Callable[..., Any], count: int, multiple: int, work: int, *ar
 
     Uses at most `torch.get_num_threads()` threads, and one when `work` (weights touched) is small.
     """
+    if not count:
+        return
     steps = -(-count // multiple)
     parts = min(torch.get_num_threads(), steps, max(1, 2 * work // LEAST_WORK))
     if parts == 1:

@@ -112,6 +112,9 @@ def test_spread_covers_each_part_once_on_at_most_the_threads_of_torch(monkeypatc
     calls.clear()
     jit.spread(kernel, 100, 8, 1, "extra")
     assert calls == [(0, 100, "extra")]
+    calls.clear()
+    jit.spread(kernel, 0, 8, 0, "extra")
+    assert not calls
 
 
 def test_spread_passes_on_what_a_thread_raised(monkeypatch) -> None:
