@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 DEMO   := .cache/demo
 ONE_THREAD := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 
-.PHONY: setup peers demo test proof lint bench bench-cpu bench-quality docs clean
+.PHONY: setup peers demo test proof lint bench bench-cpu bench-gpu bench-quality gpu-check docs clean
 
 setup: $(VENV)/.ready  ## a virtual environment with quantkit, its tests and the versions of constraints.txt
 
@@ -39,6 +39,12 @@ bench: setup  ## speed of this machine's kernels as ratios in one run
 
 bench-cpu: setup peers  ## decode and prefill beside llama.cpp and transformers: make bench-cpu MODELS="q4=FOLDER q4_0=FILE.gguf" DENSE="bf16=FOLDER"
 	$(BIN)/python docs/bench/cpu.py $(MODELS) --dense $(DENSE) --llama .venv-peers/bin/python
+
+gpu-check:  ## the CUDA kernels on this machine's card: self-test, decode steps, compute-sanitizer, speed; needs torch and CuPy alone
+	$(PYTHON) docs/bench/gpu.py
+
+bench-gpu:  ## the speed of the CUDA kernels alone, on this machine's card
+	$(PYTHON) docs/bench/gpu.py --benchmark-only
 
 bench-quality: setup  ## each rung of the quality ladder on the real model: make bench-quality TEXT=c4.txt EVALUATION=wikitext-2-test.parquet
 	MODEL=$$($(BIN)/python tests/smollm2.py) && $(ONE_THREAD) $(BIN)/python docs/bench/quality.py ladder $$MODEL $(TEXT) $(EVALUATION)

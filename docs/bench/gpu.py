@@ -1,8 +1,9 @@
-"""Self-test and speed of the CUDA kernels on this machine's card: `make gpu-check`.
+"""Self-test and speed of the CUDA kernels on this machine's card: `make gpu-check`; `make bench-gpu` is speed alone.
 
 Needs torch, CuPy, NVRTC and this source tree, installed or not; no network and no other package. Writes
 docs/results/gpu-CARD.md, and nothing when there is no card or a kernel is wrong. Every speed stands beside a copy or a
-library product measured in the same run, since only ratios carry over to another machine.
+library product measured in the same run, since only ratios carry over to another machine. The self-test is what
+`tests/kernels/cuda/test_every_kernel.py` runs without a card, the steps are those of `tests/runtime/test_decoding.py`.
 """
 
 import argparse
@@ -24,10 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def use_source_tree() -> None:
-    """Make `quantkit` and its packages outside its folder importable where it is not installed."""
+    """Make `quantkit` and its packages outside its folder importable where it is not installed, and what lies here."""
+    sys.path.insert(0, str(Path(__file__).parent))
     if importlib.util.find_spec("quantkit") is not None:
         return
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(1, str(ROOT))
     for name in ("kernels", "calibration"):
         folder = ROOT / name
         spec = importlib.util.spec_from_file_location(
@@ -40,11 +42,14 @@ def use_source_tree() -> None:
 
 use_source_tree()
 
+from gpu_decode import check_rows, decode_rows  # noqa: E402
+
 from quantkit.calibration.hessian import Hessian  # noqa: E402
 from quantkit.commands.kernel_check import KernelReport  # noqa: E402
 from quantkit.errors import BackendError  # noqa: E402
 from quantkit.formats.gptq import GptqCodec  # noqa: E402
 from quantkit.kernels.cuda import CudaBackend  # noqa: E402
+from quantkit.kernels.graphs import CudaGraphs  # noqa: E402
 from quantkit.kernels.probe import cuda_backend  # noqa: E402
 from quantkit.kernels.self_test import self_test  # noqa: E402
 from quantkit.kernels.tiles import RUN, STRIP, Exl2Tiles, GptqTiles  # noqa: E402
@@ -54,10 +59,13 @@ from quantkit.solver.inverse import factor  # noqa: E402
 # Linears of one block of an 8B model, [in, out]; those on one line read the same input.
 BLOCK = (((4096, 4096), (4096, 1024), (4096, 1024)), ((4096, 4096),), ((4096, 14336), (4096, 14336)), ((14336, 4096),))
 BLOCKS = 32
+WRONG = 3
+"""The exit code where a result is wrong."""
 HEAD = (4096, 128256)
 # Weights are rotated over more bytes than any card's L2 cache, so that each product reads memory.
 ROTATED_BYTES = 512 << 20
 PREFILL = (128, 512, 2048)
+SANITIZER_SECONDS = 75
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 
@@ -70,20 +78,14 @@ class Machine:
     seconds: Callable[[Callable[[], object]], float]
 
 
-def seconds_of_graph(launches: Callable[[], object]) -> float:
+def seconds_of_graph(graphs: CudaGraphs, launches: Callable[[], object]) -> float:
     """Captured once as a CUDA graph and replayed between two events."""
-    warm = torch.cuda.Stream()
-    with torch.cuda.stream(warm):
-        launches()
-    torch.cuda.current_stream().wait_stream(warm)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launches()
+    replay = graphs.record(launches)
     times = []
     for _ in range(25):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
@@ -151,7 +153,8 @@ def copied_bytes_per_second(machine: Machine, count: int = ROTATED_BYTES) -> flo
 
 
 def product_rows(machine: Machine, shapes: Sequence[tuple[int, int]], rotated: int = ROTATED_BYTES) -> list[list[str]]:
-    """Each product of few rows: microseconds, and the bytes it must read as a share of the copy's rate."""
+    """Each product of few rows: microseconds, how many times those of one row, and the bytes it must read as a share of
+    the copy's rate."""
     copied = copied_bytes_per_second(machine, rotated)
     lines = []
     for rows, out in shapes:
@@ -160,12 +163,15 @@ def product_rows(machine: Machine, shapes: Sequence[tuple[int, int]], rotated: i
         for kind, make in kinds.items():
             first = make()
             weights = [first, *(make() for _ in range(min(63, rotated // first.size_bytes)))]
+            alone = 0.0
             for m in (1, 8, 16, 32, 64):
                 x = torch.randn(m, rows, device=machine.device, dtype=torch.float16)
                 one_each = partial(multiply_all, machine.backend, x, weights)
                 each = machine.seconds(one_each) / len(weights)
+                alone = alone or each
                 moved = first.size_bytes + 2 * m * (rows + out)
-                lines.append([f"{rows} x {out}", kind, str(m), f"{each * 1e6:.1f}", f"{moved / each / copied:.0%}"])
+                told = [f"{each * 1e6:.1f}", f"{each / alone:.2f}", f"{moved / each / copied:.0%}"]
+                lines.append([f"{rows} x {out}", kind, str(m), *told])
     return lines
 
 
@@ -234,21 +240,54 @@ def check(backend: CudaBackend, device: torch.device) -> tuple[str, bool]:
 
 
 def sanitize(tool: str) -> list[str]:
-    """The self-test under each checker of compute-sanitizer."""
+    """The self-test under each checker of compute-sanitizer, as far as it comes in its time."""
     script = [sys.executable, str(Path(__file__).resolve()), "--self-test-only"]
     rows = []
     for checker in SANITIZERS:
-        done = subprocess.run(
-            [tool, "--tool", checker, "--error-exitcode", "1", *script], capture_output=True, text=True, check=False
-        )
+        command = [tool, "--tool", checker, "--error-exitcode", "1", *script]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SANITIZER_SECONDS)
+        except subprocess.TimeoutExpired:
+            rows.append(f"- {checker}: not done after {SANITIZER_SECONDS} seconds")
+            continue
         last = done.stdout.strip().splitlines()[-1:] or ["no output"]
         rows.append(f"- {checker}: {'no errors' if done.returncode == 0 else last[0]}")
     return rows
 
 
+def check_steps(machine: Machine) -> tuple[str, bool]:
+    """Steps in captured graphs against the plain forward."""
+    found = list(check_rows(CudaGraphs(machine.device), machine.device))
+    lines = [line for line, _ in found]
+    head = ["weights", "cache", "texts", "way", "largest difference of a logit", "result"]
+    return table(head, lines), all(right for _, right in found)
+
+
+def speed(machine: Machine) -> str:
+    """All measurements, in words."""
+    large = [(4096, 4096), (4096, 14336), (14336, 4096), HEAD]
+    copied = copied_bytes_per_second(machine)
+    decoded = list(decode_rows(machine.seconds, copied, machine.device))
+    products = ["weight", "kind", "rows of x", "µs", "of one row's time", "of the copy's rate"]
+    decode = ["random 8B model", "cache", "texts", "positions of each", "tokens/s", "limit", "of the limit"]
+    return "\n".join(
+        (
+            f"A copy reads and writes {copied / 1e9:.0f} GB/s. The limit of a decode step is the time in which it\n"
+            "moves the bytes of all linears and of keys and values.\n",
+            table(products, product_rows(machine, large)),
+            table(["weight", "rows of x", "ms", "library product of it"], prefill_rows(machine, large[:3], PREFILL)),
+            table(["decode, linears only", "weights", "tokens/s", "of the copy's rate"], [decode_row(machine)]),
+            table(decode, decoded),
+            table(["one 8B block to 4 bits", "32 blocks, extrapolated"], [quantize_row(machine)]),
+        )
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--self-test-only", action="store_true", help="no benchmark, no file")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--self-test-only", action="store_true", help="no benchmark, no file")
+    only.add_argument("--benchmark-only", action="store_true", help="no self-test, no checkers, no file")
     options = parser.parse_args()
     say = sys.stdout.write
     try:
@@ -257,13 +296,19 @@ def main() -> int:
         say(f"error: {error.message}\nhint: {error.hint}\n")
         return error.exit_code
     device = backend.device()
+    machine = Machine(backend, device, partial(seconds_of_graph, CudaGraphs(device)))
+    if options.benchmark_only:
+        say(speed(machine))
+        return 0
     results, right = check(backend, device)
     say(results)
     if options.self_test_only or not right:
-        return 0 if right else 3
-    machine = Machine(backend, device, seconds_of_graph)
+        return 0 if right else WRONG
+    steps, right = check_steps(machine)
+    say(steps)
+    if not right:
+        return WRONG
     card = torch.cuda.get_device_name(device)
-    large = [(4096, 4096), (4096, 14336), (14336, 4096), HEAD]
     tool = shutil.which("compute-sanitizer")
     parts = [
         f"# CUDA kernels on one {card}\n",
@@ -271,11 +316,8 @@ def main() -> int:
         f"## Self-test\n\n{results}",
         f"The same bits in 100 runs beside other work: {'yes' if repeats_are_equal(machine) else 'NO'}.\n",
         "\n".join(sanitize(tool)) + "\n" if tool else "compute-sanitizer is not installed.\n",
-        f"## Speed\n\nA copy reads and writes {copied_bytes_per_second(machine) / 1e9:.0f} GB/s.\n",
-        table(["weight", "kind", "rows of x", "µs", "of the copy's rate"], product_rows(machine, large)),
-        table(["weight", "rows of x", "ms", "library product of it"], prefill_rows(machine, large[:3], PREFILL)),
-        table(["decode, linears only", "weights", "tokens/s", "of the copy's rate"], [decode_row(machine)]),
-        table(["one 8B block to 4 bits", "32 blocks, extrapolated"], [quantize_row(machine)]),
+        f"## Decode steps of a small random model beside its plain forward\n\n{steps}",
+        f"## Speed\n\n{speed(machine)}",
     ]
     text = "\n".join(parts)
     say(text)

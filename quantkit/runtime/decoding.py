@@ -62,6 +62,16 @@ class Decoding:
 
         Raises CacheFull before anything is stored, RequestError for ids outside the vocabulary.
         """
+        count = sum(map(len, tokens))
+        step = self.ready(sequences, tokens)
+        self._run(step)
+        for sequence, some in zip(sequences, tokens, strict=True):
+            sequence.length += len(some)
+        return step.logits[:count].clone()
+
+    @torch.inference_mode()
+    def ready(self, sequences: Sequence[CacheSequence], tokens: Sequence[Sequence[int]]) -> DecodeStep:
+        """The step that reads these tokens, its buffers filled, before it is launched. Raises as `logits` does."""
         ids = [token for some in tokens for token in some]
         require_known(torch.tensor(ids), self._model.config.vocab_size)
         for sequence, some in zip(sequences, tokens, strict=True):
@@ -77,10 +87,7 @@ class Decoding:
                 tables.append(places[: position // PAGE + 1])
         step = self._step(len(ids), max(map(len, tables)))
         step.fill(ids, positions, slots, tables)
-        self._run(step)
-        for sequence, some in zip(sequences, tokens, strict=True):
-            sequence.length += len(some)
-        return step.logits[: len(ids)].clone()
+        return step
 
     def _step(self, rows: int, pages: int) -> DecodeStep:
         assert self._weights is not None

@@ -2,21 +2,39 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from cuda_on_cpu import compiler
+from cuda_on_cpu.graphs import TapeLauncher, TapeRecorder
 from cuda_on_cpu.launcher import ExecutorLauncher
 
+from quantkit import kernels
 from quantkit.kernels import self_test as self_tests
 from quantkit.kernels.cuda import CudaBackend
+from quantkit.runtime.decode_step import DecodeStep
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "bench" / "gpu.py"
+ABSENT = """
+import runpy, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent!r}:
+            raise ModuleNotFoundError("No module named " + name, name=name)
+
+sys.meta_path.insert(0, Absent())
+sys.path += {packages!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the CUDA sources cannot be run on the CPU")
 
 
@@ -36,6 +54,14 @@ def seconds_of_call(launches) -> float:
 
 
 @pytest.fixture
+def tapes(monkeypatch) -> TapeRecorder:
+    """The backend of the whole process is that of the executor, which records on these."""
+    launcher = TapeLauncher()
+    monkeypatch.setattr(kernels, "backend", lambda *_: CudaBackend(launcher))
+    return TapeRecorder(launcher)
+
+
+@pytest.fixture
 def machine(gpu):
     return gpu.Machine(CudaBackend(ExecutorLauncher()), torch.device("cpu"), seconds_of_call)
 
@@ -46,6 +72,7 @@ def test_every_measurement_runs(gpu, machine, monkeypatch) -> None:
     products = gpu.product_rows(machine, [(512, 64)], rotated=1 << 16)
     assert [row[:3] for row in products[:2]] == [["512 x 64", "GPTQ 4 bits", "1"], ["512 x 64", "GPTQ 4 bits", "8"]]
     assert len(products) == 4 * 5
+    assert [row[4] for row in products[::5]] == ["1.00"] * 4, "of one row's time"
     assert len(gpu.prefill_rows(machine, [(128, 64)], (65,))) == 1
     assert gpu.decode_row(machine, blocks=1, head=(512, 64))[0] == "2 linears"
     assert gpu.quantize_row(machine, [[(128, 8)]])[0].endswith(" s")
@@ -66,6 +93,54 @@ def test_random_tiles_have_the_size_of_real_ones(gpu) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", ["EXL2 4.0", "GPTQ 4"])
+def test_steps_are_checked_in_captured_launches(gpu, tapes, monkeypatch, kind) -> None:
+    """As on a card, where CUDA graphs stand in the place of these tapes."""
+    monkeypatch.setattr("gpu_decode.PAGE", 12)  # no page ends: short prompts
+    rows = list(gpu.check_rows(tapes, torch.device("cpu"), 2, (kind,), (None, "int8")))
+    assert [line[1:4] for line, _ in rows] == [[kv, texts, "graphs"] for kv in ("fp16", "int8") for texts in ("1", "3")]
+    assert all(right and line[-1] == "right" for line, right in rows)
+    assert tapes.replayed
+
+
+@needs_compiler
+def test_a_step_that_is_wrong_is_called_so(gpu, tapes, monkeypatch) -> None:
+    launch = DecodeStep.launch
+
+    def wrong(step: DecodeStep) -> None:
+        launch(step)
+        step.logits.mul_(1.1)
+
+    monkeypatch.setattr(DecodeStep, "launch", wrong)
+    monkeypatch.setattr("gpu_decode.PAGE", 12)
+    monkeypatch.setattr(gpu, "CudaGraphs", lambda device: tapes)
+    monkeypatch.setattr(gpu, "check_rows", partial(gpu.check_rows, steps=1, caches=(None,)))
+    text, right = gpu.check_steps(gpu.Machine(None, torch.device("cpu"), seconds_of_call))
+    assert not right
+    assert text.count("| wrong |") == 4
+
+
+@needs_compiler
+def test_steps_are_held_against_what_they_must_read(gpu, tapes, monkeypatch) -> None:
+    import gpu_decode
+
+    rate = 1e6
+    loads = ((None, 1, 300), ("int8", 3, 5))
+    rows = list(gpu.decode_rows(lambda launches: launches() or 0.5, rate, torch.device("cpu"), gpu_decode.SMALL, loads))
+    assert [row[:4] for row in rows] == [
+        [kind, kv, texts, positions]
+        for kind in gpu_decode.KINDS
+        for kv, texts, positions in (("fp16", "1", "300"), ("int8", "3", "5"))
+    ]
+    weights = 2 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256) + 128 * 320
+    codes, keys = weights / 2, 300 * 2 * 2 * 64 * 2
+    limit = float(rows[0][5])
+    assert rate / (codes * 1.2 + keys) < limit < rate / (codes + keys), "4.0 bits a weight, scales, keys and values"
+    assert rows[0][4] == "2.0" and rows[1][4] == "6.0", "tokens of all texts together"
+    assert rows[0][6] == f"{1 / float(rows[0][5]) / 0.5:.0%}"
+
+
+@needs_compiler
 def test_the_check_says_what_is_wrong(gpu, monkeypatch) -> None:
     monkeypatch.setattr(self_tests, "CASES", {name: self_tests.CASES[name] for name in ("pack", "grid_error")})
 
@@ -79,12 +154,23 @@ def test_the_check_says_what_is_wrong(gpu, monkeypatch) -> None:
     assert "| pack | 12 | 0.0e+00 | right |" in text
 
 
+def test_make_runs_it_in_any_python() -> None:
+    """No set-up, no virtual environment: these would need a network."""
+    lines = (ROOT / "Makefile").read_text().split("\n")
+    for target, arguments in (("gpu-check", ""), ("bench-gpu", " --benchmark-only")):
+        (at,) = (number for number, line in enumerate(lines) if line.startswith(f"{target}:"))
+        assert lines[at].split("##")[0].strip() == f"{target}:"
+        assert lines[at + 1] == f"\t$(PYTHON) docs/bench/gpu.py{arguments}"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_nothing_is_claimed(tmp_path) -> None:
-    """In a Python that does not have quantkit: the source tree is enough."""
+    """In a Python that has torch and what torch needs, but neither quantkit nor anything else that it lists."""
     before = set((ROOT / "docs" / "results").iterdir())
     packages = [path for path in sys.path if path.endswith("site-packages")]
-    code = f"import sys, runpy; sys.path += {packages!r}; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    absent = {re.split(r"\W", line.replace("-", "_"))[0] for line in listed} - {"torch", "numpy", "jinja2"}
+    code = ABSENT.format(absent=absent, packages=packages, script=str(SCRIPT))
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, env=dict(os.environ), check=False
     )
