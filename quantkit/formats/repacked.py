@@ -40,6 +40,11 @@ class RepackedTensor(StoredTensor, Generic[Weight]):
         own, repacked = self._repacked()
         return self._multiply(backend or own, repacked, x)
 
+    @property
+    def repacked(self) -> Repacked:
+        """The form that the weight's own backend reads."""
+        return self._repacked()[1]
+
     def matmul(self, x: Tensor) -> Tensor:
         y = self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -1,11 +1,11 @@
-"""Decoding: the passes of a model that add a few tokens to each text, by kernels and, where it can be, captured graphs.
+"""Decoding: the passes of a model that add a few tokens to each text, in one call on a CPU, by kernels on a GPU.
 
     decoding = Decoding.of(model, pool)
     if decoding.takes([1, 4]):                  # never where decode steps take the plain path, which `path` says
         logits = decoding.logits([first, second], [[7], [9, 4, 4, 8]])        # [5, vocab]
 
-One graph serves a number of rows and a number of pages, each rounded up to a power of two. A step that was not seen
-before runs launch by launch and is then captured; those that follow replay it.
+A step serves a number of rows and a number of pages, each rounded up to a power of two. On a GPU one that was not seen
+before runs launch by launch and is then captured as a graph, which those that follow replay.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from quantkit.models.transformer import Model, require_known
 from quantkit.runtime.cache_sequence import CacheSequence
 from quantkit.runtime.decode_path import GRAPHS, KERNELS, PLAIN, DecodePath, decode_path
 from quantkit.runtime.decode_step import DecodeStep, Weights, slot
+from quantkit.runtime.native_step import NativeStep
 from quantkit.runtime.page_pool import PagePool
 from quantkit.runtime.page_store import PAGE
 
@@ -37,13 +38,13 @@ class Decoding:
         self._model, self._pool = model, pool
         self._recorder = recorder
         self._weights: Weights | None = None
-        if self.path.name != PLAIN and recorder is None:
+        if self.path.name == KERNELS and recorder is None:
             self.path = DecodePath(KERNELS, "this device has no CUDA graphs")
-        if self.path.name != PLAIN:
+        if self.path.name == KERNELS:
             backend = kernels.backend(model.device.type)
             assert isinstance(backend, CudaBackend)
             self._weights = Weights(model, backend)
-        self._steps: dict[tuple[int, int], DecodeStep] = {}
+        self._steps: dict[tuple[int, int], DecodeStep | NativeStep] = {}
         self._replays: dict[tuple[int, int], Launches] = {}
 
     @classmethod
@@ -53,7 +54,7 @@ class Decoding:
 
     def takes(self, counts: Sequence[int]) -> bool:
         """Whether a pass of so many tokens of each text is a decode step."""
-        return self._weights is not None and max(counts) <= MOST_TOKENS and sum(counts) <= FEW_ROWS
+        return self.path.name != PLAIN and max(counts) <= MOST_TOKENS and sum(counts) <= FEW_ROWS
 
     @torch.inference_mode()
     def logits(self, sequences: Sequence[CacheSequence], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -70,7 +71,7 @@ class Decoding:
         return step.logits[:count].clone()
 
     @torch.inference_mode()
-    def ready(self, sequences: Sequence[CacheSequence], tokens: Sequence[Sequence[int]]) -> DecodeStep:
+    def ready(self, sequences: Sequence[CacheSequence], tokens: Sequence[Sequence[int]]) -> DecodeStep | NativeStep:
         """The step that reads these tokens, its buffers filled, before it is launched. Raises as `logits` does."""
         ids = [token for some in tokens for token in some]
         require_known(torch.tensor(ids), self._model.config.vocab_size)
@@ -89,14 +90,19 @@ class Decoding:
         step.fill(ids, positions, slots, tables)
         return step
 
-    def _step(self, rows: int, pages: int) -> DecodeStep:
-        assert self._weights is not None
+    def _step(self, rows: int, pages: int) -> DecodeStep | NativeStep:
         key = _bucket(rows), min(_bucket(pages), self._pool.capacity // PAGE)
         if key not in self._steps:
-            self._steps[key] = DecodeStep(self._model, self._pool, self._weights, *key)
+            if self._weights is None:
+                self._steps[key] = NativeStep(self._model, self._pool, *key)
+            else:
+                self._steps[key] = DecodeStep(self._model, self._pool, self._weights, *key)
         return self._steps[key]
 
-    def _run(self, step: DecodeStep) -> None:
+    def _run(self, step: DecodeStep | NativeStep) -> None:
+        if isinstance(step, NativeStep):
+            step.launch()
+            return
         assert self._weights is not None
         key = step.rows, step.pages
         if key in self._replays:

@@ -125,7 +125,8 @@ def test_on_a_cpu_the_plain_path_runs_and_the_report_says_so(tmp_path) -> None:
     report = quantkit.generate(path, "the", max_new_tokens=3, device="cpu")
     found = report.as_json()
     assert found["decode_path"]["name"] == PLAIN
-    assert found["decode_path"]["reason"] == f"the backend `{found['backend']}` has no kernels for decode steps"
+    told = "one call for all layers is made for bf16, the model computes in another dtype"
+    assert found["decode_path"]["reason"] in (told, "this processor has no instruction for products of bytes (AVX-512 VNNI)")
     assert not [row for row in report.rows() if row[0] == "decode steps"]
 
 

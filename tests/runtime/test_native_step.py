@@ -1,0 +1,185 @@
+"""Decode steps in one call on the CPU against the plain forward, which computes in bfloat16 what they do in float32."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import tiny_exl2
+import tiny_gptq
+import torch
+
+import quantkit
+from quantkit.kernels import multiply
+from quantkit.kernels.steps import PAGE
+from quantkit.models.transformer import Model
+from quantkit.runtime.cache import CacheView
+from quantkit.runtime.cache_format import cache_format
+from quantkit.runtime.cache_sequence import CacheSequence
+from quantkit.runtime.decode_path import NATIVE, PLAIN, decode_path
+from quantkit.runtime.decoding import Decoding
+from quantkit.runtime.load import load
+from quantkit.runtime.page_pool import PagePool
+
+pytestmark = pytest.mark.skipif(not multiply.HAS_BYTE_PRODUCTS, reason="this processor multiplies no bytes")
+BOUND = 0.02
+"""Of the largest logit: what bfloat16 leaves out between the operations."""
+MODELS = {
+    "gptq": lambda path: tiny_gptq.write_model(path, bits=4, dtype="bfloat16"),
+    "gptq 3 bits, act-order, biases": lambda path: tiny_gptq.write_model(
+        path, bits=3, act_order=True, sym=False, family="Qwen2ForCausalLM"
+    ),
+    "gptq 8 bits, head norms": lambda path: tiny_gptq.write_model(path, bits=8, family="Qwen3ForCausalLM"),
+    "exl2 with a head": lambda path: tiny_exl2.write_model(path, head=True),
+    "dense": lambda path: tiny.write_model(path, "Qwen3ForCausalLM", dtype="bfloat16"),
+    "dense, window": lambda path: tiny.write_model(path, "MistralForCausalLM", dtype="bfloat16", sliding_window=20),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made: dict[str, Model] = {}
+
+    def of(name: str) -> Model:
+        if name not in made:
+            made[name] = load(MODELS[name](tmp_path_factory.mktemp("model") / "m"), dtype=torch.bfloat16)
+        return made[name]
+
+    return of
+
+
+def pool_of(model: Model, kv: str | None = None, pages: int = 6, **options) -> PagePool:
+    return PagePool(model.config, pages, cache_format(kv, model.config.head_dim, model.dtype), **options)
+
+
+class Twins:
+    """The same texts in two pools: one read by the plain forward, one in single calls. Prompts are read plainly."""
+
+    def __init__(self, model: Model, lengths: list[int]) -> None:
+        self.model = model
+        self.pools = [pool_of(model) for _ in range(2)]
+        self.texts = [[CacheSequence(pool) for _ in lengths] for pool in self.pools]
+        self.decoding = Decoding.of(model, self.pools[1])
+        assert self.decoding.path.name == NATIVE, self.decoding.path.reason
+        random = torch.Generator().manual_seed(0)
+        for length, *pair in zip(lengths, *self.texts, strict=True):
+            ids = torch.randint(0, 250, (1, length), generator=random)
+            for pool, text in zip(self.pools, pair, strict=True):
+                model.hidden(ids, cache=CacheView(pool, [text], [length]))
+
+    @torch.inference_mode()
+    def check(self, tokens: list[list[int]]) -> torch.Tensor:
+        """The plain logits."""
+        counts = [len(some) for some in tokens]
+        assert self.decoding.takes(counts)
+        ids = torch.tensor([[token for some in tokens for token in some]])
+        plain = self.model(ids, cache=CacheView(self.pools[0], self.texts[0], counts))[0]
+        found = self.decoding.logits(self.texts[1], tokens)
+        assert found.shape == plain.shape and found.dtype == torch.float32
+        assert float((found - plain).abs().max()) <= BOUND * float(plain.abs().max())
+        return plain
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_text_across_the_end_of_a_page(models, name) -> None:
+    twins, token = Twins(models(name), [PAGE - 2]), 3
+    for _ in range(4):
+        token = int(twins.check([[token]])[0].argmax())
+    assert twins.texts[1][0].length == PAGE + 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_three_texts_of_other_lengths(models, name) -> None:
+    twins = Twins(models(name), [40, 5, PAGE - 1])
+    for tokens in ([[1], [2], [3]], [[4], [5], [6]]):
+        twins.check(tokens)
+
+
+@pytest.mark.parametrize("name", ["gptq", "exl2 with a head"])
+def test_guesses_are_checked_and_taken_back(models, name) -> None:
+    twins = Twins(models(name), [PAGE - 3, 9])
+    twins.check([[1, 2, 3, 4, 5], [7]])
+    for texts in twins.texts:
+        texts[0].truncate(PAGE - 1)
+    twins.check([[9], [8]])
+
+
+@torch.inference_mode()
+def test_a_row_gets_the_same_bits_alone_among_others_and_in_any_number_of_threads(models, monkeypatch) -> None:
+    model = models("exl2 with a head")
+    texts = [[5, 6, 7], [8], [9, 10], [11, 12, 13]]
+
+    def read(groups: list[list[int]], threads: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        pool = pool_of(model)
+        decoding = Decoding.of(model, pool)
+        found: list[torch.Tensor] = []
+        for group in groups:
+            tokens = [texts[index] for index in group]
+            logits = decoding.logits([CacheSequence(pool) for _ in group], tokens)
+            found += logits.split([len(some) for some in tokens])
+        return found
+
+    alone = read([[0], [1], [2], [3]], 1)
+    for groups in ([[0, 1, 2, 3]], [[0, 1], [2, 3]]):
+        for threads in (1, 2, 3):
+            assert all(torch.equal(*pair) for pair in zip(read(groups, threads), alone, strict=True))
+
+
+@torch.inference_mode()
+def test_one_by_one_is_as_several_at_once(models) -> None:
+    """What a guess is checked with is what would have been computed without it."""
+    model = models("gptq")
+    pool = pool_of(model)
+    decoding = Decoding.of(model, pool)
+    together = decoding.logits([CacheSequence(pool)], [[4, 5, 6, 7, 8]])
+    text = CacheSequence(pool)
+    apart = torch.cat([decoding.logits([text], [[token]]) for token in (4, 5, 6, 7, 8)])
+    assert torch.equal(apart, together)
+
+
+@torch.inference_mode()
+def test_a_weight_that_is_not_finite_is_in_the_logits(tmp_path) -> None:
+    model = load(MODELS["gptq"](tmp_path / "m"), dtype=torch.bfloat16)
+    model.blocks[0].before_mlp.weight[3] = float("nan")
+    pool = pool_of(model)
+    logits = Decoding.of(model, pool).logits([CacheSequence(pool)], [[4]])
+    assert bool(logits.isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("kv", "options", "reason"),
+    [
+        ("q4_0", {"resident": 256}, "a part of the cache is in host memory"),
+        (None, {"window": 300}, "the cache has a window of its own"),
+        ("int8", {}, "the cache is in int8, one call for all layers is made for bf16"),
+    ],
+)
+def test_caches_that_take_the_plain_path(models, kv, options, reason) -> None:
+    model = models("gptq")
+    found = decode_path(model, pool_of(model, kv, **options))
+    assert (found.name, found.reason) == (PLAIN, reason)
+
+
+def test_models_that_take_the_plain_path(models, tmp_path, monkeypatch) -> None:
+    def reason(model: Model) -> str:
+        found = decode_path(model, pool_of(model))
+        assert found.name == PLAIN
+        return found.reason
+
+    model = models("gptq")
+    wide = load(MODELS["gptq"](tmp_path / "wide"), dtype=torch.float32)
+    assert reason(wide) == "one call for all layers is made for bf16, the model computes in another dtype"
+    short = load(tiny_gptq.write_model(tmp_path / "short", bits=4, group_size=16), dtype=torch.bfloat16)
+    assert reason(short) == "the groups of `model.layers.0.self_attn.q_proj` do not fit the layout that the processor reads"
+    capped = replace(model, blocks=tuple(replace(b, attention=replace(b.attention, cap=50.0)) for b in model.blocks))
+    assert reason(capped) == "the scores of attention are capped"
+    monkeypatch.setattr(multiply, "HAS_BYTE_PRODUCTS", False)
+    assert reason(model) == "this processor has no instruction for products of bytes (AVX-512 VNNI)"
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_generate_says_so(tmp_path, draft) -> None:
+    path = MODELS["gptq"](tmp_path / "m")
+    report = quantkit.generate(path, "the", max_new_tokens=6, device="cpu", dtype="bf16", draft=draft, ignore_eos=True)
+    assert report.as_json()["decode_path"] == {"name": NATIVE, "reason": ""}
+    assert len(report.as_json()["token_ids"]) == 6
