@@ -147,12 +147,12 @@ def split(first, last, codes, below, plane):  # type: ignore[no-untyped-def]
                 for lane in range(16):
                     words[lane] = 0
                 for k in range(4 * each):
-                    shift = 8 * (k % 4) + width * (k // 4)
-                    line = codes[32 * unit + 4 * each * word + k, 16 * strip : 16 * strip + 16]
+                    row, shift = 32 * unit + 4 * each * word + k, 8 * (k % 4) + width * (k // 4)
                     for lane in range(16):
-                        part = masked(shift_right(line[lane], below), mask)
+                        part = masked(shift_right(codes[row, 16 * strip + lane], below), mask)
                         words[lane] = either(words[lane], shift_left(part, shift))
-                plane[strip, unit, word] = words
+                for lane in range(16):
+                    plane[strip, unit, word, lane] = words[lane]
 
 
 @compiled
@@ -163,13 +163,12 @@ def join(first, last, plane, below, codes):  # type: ignore[no-untyped-def]
     for strip in range(first, last):
         for unit in range(plane.shape[1]):
             for word in range(width):
-                words = plane[strip, unit, word]
                 for k in range(4 * each):
-                    shift = 8 * (k % 4) + width * (k // 4)
-                    line = codes[32 * unit + 4 * each * word + k, 16 * strip : 16 * strip + 16]
+                    row, shift = 32 * unit + 4 * each * word + k, 8 * (k % 4) + width * (k // 4)
                     for lane in range(16):
-                        part = masked(shift_right(words[lane], shift), mask)
-                        line[lane] = either(line[lane], shift_left(part, below))
+                        part = masked(shift_right(plane[strip, unit, word, lane], shift), mask)
+                        column = 16 * strip + lane
+                        codes[row, column] = either(codes[row, column], shift_left(part, below))
 
 
 @compiled
