@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.options import RunDevice, RunDtype
+from quantkit.cli.options import GenerateDtype, RunDevice
 from quantkit.settings import GenerateSettings
 
 
@@ -127,7 +127,7 @@ def generate(
     ] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     device: RunDevice = "auto",
-    dtype: RunDtype = "auto",
+    dtype: GenerateDtype = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")] = False,
 ) -> None:
     """Continue a prompt with MODEL, or a file of them; the text appears as it is made.

@@ -19,6 +19,10 @@ Device = Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refu
 RunDevice = Annotated[
     str, typer.Option("--device", help="auto, cpu, cuda (several if one is too small), or cuda:0,cuda:1.")
 ]
+GenerateDtype = Annotated[
+    str,
+    typer.Option("--dtype", help="auto (on a CPU bf16 or fp32, by model and processor), fp32, bf16 or fp16."),
+]
 RunDtype = Annotated[str, typer.Option("--dtype", help="Arithmetic: auto (fp32 on a CPU), fp32, bf16 or fp16.")]
 CalibrationDtype = Annotated[str, typer.Option("--dtype", help="Of the calibration pass: auto, fp32, bf16 or fp16.")]
 JobFolder = Annotated[

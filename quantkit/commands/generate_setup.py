@@ -1,12 +1,16 @@
 """What `quantkit generate` opens and checks before any weight is read: folder, tokenizer, adapters, draft, requests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from quantkit import kernels
 from quantkit.checkpoint.adapter import Adapter, open_weighted
 from quantkit.checkpoint.merged import merge
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.errors import RequestError, UsageError
+from quantkit.kernels import multiply
 from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.capacity import CachePlan
@@ -16,7 +20,7 @@ from quantkit.runtime.generator import Generator
 from quantkit.runtime.load import load_model
 from quantkit.runtime.page_pool import CacheUse
 from quantkit.runtime.parallel import ParallelPlan
-from quantkit.runtime.placement import Placement
+from quantkit.runtime.placement import Placement, has_native_bf16
 from quantkit.runtime.ranks import Ranks
 from quantkit.runtime.request import Callback, Request, check
 from quantkit.runtime.sampler import Sampling
@@ -49,6 +53,8 @@ class Setup:
         ranks = Ranks.join(settings.device)
         placement = Placement.choose(settings.device, settings.dtype)
         checkpoint = open_checkpoint(settings.model)
+        if settings.dtype == "auto" and placement.device == "cpu" and _is_faster_in_bf16(checkpoint):
+            placement = replace(placement, dtype=torch.bfloat16)
         if ranks.size > 1:
             _check_shares(settings, checkpoint, ranks)
         cache_format(settings.kv, checkpoint.model_config.head_dim, placement.dtype)
@@ -129,6 +135,17 @@ def _check_shares(settings: GenerateSettings, checkpoint: Checkpoint, ranks: Ran
             f"`--latency-ms` goes by the clock, which is not the same for {ranks.size} processes",
             hint="use a smaller `--token-budget`",
         )
+
+
+def _is_faster_in_bf16(checkpoint: Checkpoint) -> bool:
+    """Whether this processor multiplies bfloat16, and the bytes that `native_step` makes of it, natively, and the model
+    has numbers of 16 bits: one in float32 is run in float32."""
+    return (
+        kernels.backend("cpu").name == "cpu"
+        and multiply.HAS_BYTE_PRODUCTS
+        and has_native_bf16()
+        and checkpoint.model_config.dtype in ("bfloat16", "float16")
+    )
 
 
 def sampling_of(settings: GenerateSettings) -> Sampling:

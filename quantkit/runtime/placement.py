@@ -39,3 +39,9 @@ class Placement:
     def dtype_name(self) -> str:
         """`fp32`, `bf16` or `fp16`."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
+
+def has_native_bf16() -> bool:
+    """Whether this processor has instructions that multiply bfloat16."""
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(check is not None and check() for check in checks)

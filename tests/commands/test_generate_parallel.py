@@ -23,7 +23,7 @@ SHAPE = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 12
 
 def test_torchrun_gives_one_answer_that_of_one_process(tmp_path) -> None:
     model = tiny_exl2.write_model(tmp_path / "model", head=True, **SHAPE)
-    options = ["--prompt", "the thing", "--max-new-tokens", "12", "--ignore-eos", "--json"]
+    options = ["--prompt", "the thing", "--max-new-tokens", "12", "--ignore-eos", "--dtype", "fp32", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     done = subprocess.run(
@@ -31,7 +31,7 @@ def test_torchrun_gives_one_answer_that_of_one_process(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)  # one object: the second process is silent
-    alone = quantkit.generate(model, "the thing", max_new_tokens=12, ignore_eos=True)
+    alone = quantkit.generate(model, "the thing", max_new_tokens=12, ignore_eos=True, dtype="fp32")
     assert said["token_ids"] == list(alone.completion.token_ids)
     assert said["processes"] == 2
     assert said["cache_bytes"] * 2 == alone.completion.cache.cache_bytes

@@ -19,6 +19,7 @@ from quantkit.runtime.decode_path import NATIVE, PLAIN, decode_path
 from quantkit.runtime.decoding import Decoding
 from quantkit.runtime.load import load
 from quantkit.runtime.page_pool import PagePool
+from quantkit.runtime.placement import has_native_bf16
 
 pytestmark = pytest.mark.skipif(not multiply.HAS_BYTE_PRODUCTS, reason="this processor multiplies no bytes")
 BOUND = 0.02
@@ -183,3 +184,13 @@ def test_generate_says_so(tmp_path, draft) -> None:
     report = quantkit.generate(path, "the", max_new_tokens=6, device="cpu", dtype="bf16", draft=draft, ignore_eos=True)
     assert report.as_json()["decode_path"] == {"name": NATIVE, "reason": ""}
     assert len(report.as_json()["token_ids"]) == 6
+
+
+@pytest.mark.skipif(not has_native_bf16(), reason="bfloat16 is not faster on this processor")
+@pytest.mark.parametrize(("stored", "expected"), [("bfloat16", "bf16"), ("float16", "bf16"), ("float32", "fp32")])
+def test_the_usual_arithmetic_of_generate(tmp_path, stored, expected) -> None:
+    path = tiny.write_model(tmp_path / "m", dtype=stored)
+    found = quantkit.generate(path, "the", max_new_tokens=2, device="cpu").as_json()
+    assert found["dtype"] == expected
+    assert found["decode_path"]["name"] == (NATIVE if expected == "bf16" else PLAIN)
+    assert quantkit.generate(path, "the", max_new_tokens=2, device="cpu", dtype="fp32").as_json()["dtype"] == "fp32"
