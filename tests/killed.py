@@ -95,12 +95,22 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def one(arguments: list[str], folder: Path, kills: list[dict[str, Any]], total: int) -> dict[str, Any]:
+def prepare(folder: Path, begin_with: str | None) -> None:
+    """Empty, or a copy of another folder; and where commands run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if begin_with is None:
+        folder.mkdir(parents=True)
+    else:
+        shutil.copytree(begin_with, folder)
+    os.chdir(folder)
+
+
+def one(
+    arguments: list[str], folder: Path, kills: list[dict[str, Any]], total: int, begin_with: str | None
+) -> dict[str, Any]:
     """Killed as often as asked, then left alone. `redone` is how many steps were finished more than once; a step that was
     finished just before a kill, and not reported any more, takes one off."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    os.chdir(folder)
+    prepare(folder, begin_with)
     done, killed = 0, 0
     codes: list[int] = []
     for kill in kills:
@@ -133,7 +143,7 @@ def one(arguments: list[str], folder: Path, kills: list[dict[str, Any]], total: 
 def main() -> None:
     """`{"arguments": […], "folder": "…", "kills": [[{"call": 5, "manner": "torn"}, {"seconds": 0.1}], …]}`; `kills` may be
     `{"every": n}`, at each n-th call in one of the manners (`{"every": n, "manners": ["full"]}`), or
-    `{"random": n, "seed": s}`, at random times.
+    `{"random": n, "seed": s}`, at random times. `begin_with` is a folder of which each run gets a copy to work in.
 
     Answers `{"calls": …, "steps": …, "seconds": …, "contents": {…}, "runs": […]}`, the first four of an undisturbed run.
     """
@@ -141,9 +151,8 @@ def main() -> None:
     for name in ("cli.app", "commands.quantize_rates", "commands.convert_to_exl2", "commands.convert_gguf_to_hf"):
         importlib.import_module(f"quantkit.{name}")
     arguments, folder, kills = request["arguments"], Path(request["folder"]), request["kills"]
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    os.chdir(folder)
+    begin_with = request.get("begin_with")
+    prepare(folder, begin_with)
     begun = time.monotonic()
     code, report = end(*start(arguments))
     seconds = time.monotonic() - begun
@@ -156,7 +165,7 @@ def main() -> None:
     elif "random" in kills:
         source = random.Random(kills["seed"])
         kills = [[{"seconds": source.uniform(0, seconds)}] for _ in range(kills["random"])]
-    runs = [one(arguments, folder, each, steps) for each in kills]
+    runs = [one(arguments, folder, each, steps, begin_with) for each in kills]
     shutil.rmtree(folder)
     for found in runs:
         found["same"] = found.pop("contents") == expected

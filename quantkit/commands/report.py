@@ -28,8 +28,10 @@ from quantkit.commands.compare_report import CompareReport
 from quantkit.commands.evaluate_degeneration import DegenerationReport
 from quantkit.commands.evaluate_text import ReadText
 from quantkit.commands.kept_models import KeptModels
+from quantkit.commands.redo_result import CALIBRATED
 from quantkit.commands.report_card import card
 from quantkit.commands.report_page import page
+from quantkit.commands.resumption import redone
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.evaluators.depth import depth_errors
 from quantkit.inventory import take
@@ -60,7 +62,8 @@ class ModelFacts:
     bits_per_weight  of the linears of the blocks, side data included
     bits             of each linear, by block and kind
     fingerprint      SHA-256 over all tensors
-    made_with        settings that its own record has, as `quantkit quantize` wrote them; empty where there is none
+    made_with        settings that its own record has, as `quantkit quantize` wrote them, and under `redone` what was
+                     solved anew since; empty where there is none
     """
 
     path: str
@@ -94,7 +97,17 @@ class ModelFacts:
                 words += [option if value else NO.get(setting.name, f"--no-{option[2:]}")]
             else:
                 words += [option, str(value)]
-        return shlex.join(words) + (f"  # with {' and '.join(files)}" if files else "")
+        lines = [shlex.join(words), *map(self._redo, redone(self.made_with))]
+        return " && ".join(lines) + (f"  # with {' and '.join(files)}" if files else "")
+
+    def _redo(self, entry: Mapping[str, Any]) -> str:
+        """What redoes a part, with the options that are not those of the whole."""
+        facts = entry["facts"]
+        words = ["quantkit", "quantize", "MODEL", "-o", self.label, "--redo", str(facts.get("redo"))]
+        for name in CALIBRATED:
+            if (value := facts.get(name)) != self.made_with.get(name) and not (isinstance(value, bool) and not value):
+                words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return shlex.join(words)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -293,12 +306,13 @@ def _texts(value: Any) -> list[str]:
 
 
 def _made_with(folder: Path) -> dict[str, Any]:
-    """The facts in a folder's record; empty where there is none that can be read."""
+    """The facts in a folder's record, and what was redone since; empty where there is none that can be read."""
     try:
-        facts = read_json(folder / RESULT_FILE).get("facts", {})
+        made = read_json(folder / RESULT_FILE)
     except CheckpointError:
         return {}
-    return facts if isinstance(facts, dict) else {}
+    facts, since = made.get("facts"), redone(made)
+    return {**facts, **({"redone": since} if since else {})} if isinstance(facts, dict) else {}
 
 
 def sensitivity_of(measurement: Measurement) -> dict[str, list[float | None]]:

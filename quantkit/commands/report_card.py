@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from quantkit.commands.resumption import redone
+
 
 def card(report: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
     """From `Report.as_json()` and one of its candidates."""
@@ -51,6 +53,7 @@ def card(report: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
             f"- reference: sha256 over all tensors `{reference['fingerprint']}`",
             f"- this model: sha256 over all tensors `{candidate['fingerprint']}`",
             f"- calibration: {_calibration(candidate['made_with'])}",
+            *(f"- redone since: {_redone(entry)}" for entry in redone(candidate["made_with"])),
             f"- measured with {versions}",
             "",
             "## Again",
@@ -65,6 +68,12 @@ def card(report: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
 def number(value: float | None) -> str:
     """A figure that JSON may have lost."""
     return "infinite" if value is None else f"{value:.4f}"
+
+
+def _redone(entry: Mapping[str, Any]) -> str:
+    count = entry.get("linears")
+    linears = "1 linear" if count == 1 else f"{count} linears"
+    return f"{linears} that match `{entry['facts'].get('redo')}`, {_calibration(entry['facts'])}"
 
 
 CALIBRATED = ("gptq-to-exl2", "exl2-to-gptq")

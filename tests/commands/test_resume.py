@@ -28,9 +28,10 @@ TEXT = ["--samples", "4", "--length", "32"]
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "tie_word_embeddings": True}
 
 
-def killed(arguments: list[str], folder: Path, kills: object) -> dict:
+def killed(arguments: list[str], folder: Path, kills: object, begin_with: Path | None = None) -> dict:
     """The answer of the driver: see `tests/killed.py`."""
-    request = json.dumps({"arguments": arguments, "folder": str(folder), "kills": kills})
+    begin = None if begin_with is None else str(begin_with)
+    request = json.dumps({"arguments": arguments, "folder": str(folder), "kills": kills, "begin_with": begin})
     done = subprocess.run(
         [sys.executable, str(DRIVER)], input=request, capture_output=True, text=True, check=False, env=one_thread()
     )
@@ -104,6 +105,22 @@ def test_convert_killed_anywhere_gives_the_same_bytes(quantized: Path, tmp_path:
     assert require_unharmed(found) == len(found["runs"]) >= 3
 
 
+def redo(model: Path) -> list[str]:
+    return ["quantize", str(model), "-o", "gptq", "--redo", r".*layers\.1\..*down_proj", "--effort", "default", "--no-eval"]
+
+
+def test_a_redo_killed_anywhere_gives_the_same_bytes(model: Path, quantized: Path, tmp_path: Path) -> None:
+    found = killed(redo(model), tmp_path / "work", {"every": 17}, quantized.parent)
+    assert found["steps"] == 3  # gradients, and the blocks up to the one of the linear
+    assert not [name for name in found["contents"] if not name.startswith("gptq/")]
+    assert require_unharmed(found) == len(found["runs"]) >= 4
+
+
+def test_a_redo_goes_on_after_the_disk_was_full(model: Path, quantized: Path, tmp_path: Path) -> None:
+    found = killed(redo(model), tmp_path / "work", {"every": 41, "manners": ["full"]}, quantized.parent)
+    assert require_unharmed(found) == len(found["runs"]) >= 2
+
+
 def test_killed_again_and_again(model: Path, tmp_path: Path) -> None:
     kills = [[{"call": call, "manner": manner} for call, manner in ((12, "torn"), (5, "after"), (30, "before"), (8, "torn"))]]
     assert require_unharmed(killed(gptq(model), tmp_path / "work", kills)) == 4
@@ -125,9 +142,11 @@ def test_two_hundred_kills(model: Path, quantized: Path, tmp_path: Path) -> None
         ("quantize exl2", exl2(model), 5, 30, 0),
         ("measure", ["measure", str(model), "-o", "m.json", *TEXT], 5, 10, 0),
         ("convert gptq-to-exl2", convert(quantized), 7, 10, 0),
+        ("quantize --redo", redo(model), 3, 10, 0),
     ):
         for kills in ({"every": every}, {"random": random_kills, "seed": 7}):
-            found = killed(arguments, tmp_path / "work", kills)
+            begin_with = quantized.parent if name.endswith("--redo") else None
+            found = killed(arguments, tmp_path / "work", kills, begin_with)
             count = require_unharmed(found, again=again)
             total += count
             print(f"{name}, {kills}: {count} killed of {len(found['runs'])} runs, {found['calls']} calls", flush=True)
