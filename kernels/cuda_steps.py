@@ -72,7 +72,8 @@ class CudaSteps(ReferenceSteps):
         if block == 1 or not self._takes(heads.dtype, heads) or dim > WIDEST_TURN or dim % GROUP:
             return super().turn_heads(heads, block)
         turned, rows = self._launcher.empty(heads.shape, heads.dtype, heads.device), heads.numel() // dim
-        arguments = (_aligned(heads), turned, *map(np.int32, (rows, dim, block)), _factor(block))
+        sizes = map(np.int32, (rows, dim, block))
+        arguments: tuple[Argument, ...] = (_aligned(heads), turned, *sizes, _factor(block))
         grid = (-(-rows * 32 // THREADS),)
         self._run("turn_heads", {"HALF": HALF_NAMES[heads.dtype]}, grid, THREADS, arguments, heads.device)
         return turned

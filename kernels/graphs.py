@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,7 +30,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: tuple[torch.cuda.Stream, object] | None = None
+        self._made: tuple[torch.cuda.Stream, Any] | None = None
 
     def record(self, launches: Launches) -> Launches:
         if self._made is None:

@@ -284,11 +284,14 @@ def _activations(rows: int, features: int, dtype: torch.dtype, device: torch.dev
 def _pages(pages: int, kv_heads: int, dim: int, bits: int, dtype: torch.dtype, device: torch.device) -> Pages:
     """Quantized ones are kept turned; in those of long heads all pages of a head lie side by side, as in a pool."""
     made = Pages.empty(pages, kv_heads, dim, bits, dtype, device, 1 if bits == 16 else dim & -dim)
-    return made if dim < 128 else replace(made, codes=_by_head(made.codes), scales=_by_head(made.scales))
+    if dim < 128:
+        return made
+    scales = None if made.scales is None else _by_head(made.scales)
+    return replace(made, codes=_by_head(made.codes), scales=scales)
 
 
-def _by_head(rows: Tensor | None) -> Tensor | None:
-    return None if rows is None else rows.transpose(0, 1).contiguous().transpose(0, 1)
+def _by_head(rows: Tensor) -> Tensor:
+    return rows.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _filled(pages: int, kv_heads: int, dim: int, bits: int, dtype: torch.dtype, device: torch.device) -> Pages:

@@ -16,7 +16,7 @@
 
 const int THREADS = 128;
 
-extern "C" __global__ void __launch_bounds__(THREADS, HEADS > 4 ? 3 : 5)
+extern "C" __global__ void __launch_bounds__(THREADS, HEADS > 4 ? 3 : HEADS > 2 && FORMAT::keys == 9 ? 4 : 5)
 attend(const HALF* __restrict__ q, const u8* __restrict__ key_codes, const u16* __restrict__ key_scales,
        const u8* __restrict__ value_codes, const u16* __restrict__ value_scales, const int* __restrict__ table,
        const int* __restrict__ lengths, HALF* __restrict__ y, float* partial, int* arrived, int heads, int kv_heads, int most_pages,

@@ -186,8 +186,13 @@ def run(
     seconds = time.perf_counter() - start
     answers = tuple((names[number], scheduler.served[number]) for number in sorted(names))
     counts = (scheduler.passes, scheduler.preemptions)
-    how = (setup.placement, pool.use, scheduler.decode_path, setup.ranks.size)
-    return QueueReport(settings.model, answers, seconds, load_seconds, *counts, *how)
+    return QueueReport(
+        *(settings.model, answers, seconds, load_seconds, *counts),
+        placement=setup.placement,
+        cache=pool.use,
+        decode_path=scheduler.decode_path,
+        processes=setup.ranks.size,
+    )
 
 
 def _fit(setup: Setup, generator: Generator, lines: list[Line]) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from quantkit.formats.dense import DenseTensor
 from quantkit.formats.exl2 import Exl2Tensor
 from quantkit.formats.gptq import GptqTensor
 from quantkit.formats.repacked import RepackedTensor, same_device
-from quantkit.kernels import multiply
 from quantkit.kernels.cuda import CudaBackend
 from quantkit.kernels.cuda_steps import FORMAT_NAMES, HALF_NAMES, WIDEST_HEAD
 from quantkit.kernels.planes import Planes
@@ -75,6 +74,8 @@ def _card(model: Model, backend: CudaBackend) -> str:
 def _processor(model: Model, backend: Backend) -> str:
     if backend.name != "cpu":
         return f"the backend `{backend.name}` has no kernels for decode steps"
+    from quantkit.kernels import multiply  # Numba need not be there for a GPU
+
     if not multiply.HAS_BYTE_PRODUCTS:
         return "this processor has no instruction for products of bytes (AVX-512 VNNI)"
     if model.dtype != torch.bfloat16:

@@ -150,8 +150,9 @@ class DecodeStep:
             q, k = self._by_head(attention.norms["q"], q), self._by_head(attention.norms["k"], k)
         keys, values = self._paged[layer]
         q = steps.rope_append(q, k, v, *self._rotations.of(attention.rope), self._slots, keys, values)
-        limits = {"window": attention.window or 0, "cap": attention.cap or 0.0}
-        mixed = steps.attend(q, keys, values, self._table, self._lengths, attention.scale, **limits)
+        past = (keys, values, self._table, self._lengths)
+        window, cap = attention.window or 0, attention.cap or 0.0
+        mixed = steps.attend(q, *past, attention.scale, window=window, cap=cap)
         (output,) = attention.output.linears
         x = self._norm(block.before_mlp, product(output, mixed.view(self.rows, -1)))
         gate, up = (product(linear, x) for linear in block.mlp.inputs.linears)

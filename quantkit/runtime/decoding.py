@@ -9,6 +9,7 @@ before runs launch by launch and is then captured as a graph, which those that f
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +22,11 @@ from quantkit.models.transformer import Model, require_known
 from quantkit.runtime.cache_sequence import CacheSequence
 from quantkit.runtime.decode_path import GRAPHS, KERNELS, PLAIN, DecodePath, decode_path
 from quantkit.runtime.decode_step import DecodeStep, Weights, slot
-from quantkit.runtime.native_step import NativeStep
 from quantkit.runtime.page_pool import PagePool
 from quantkit.runtime.page_store import PAGE
+
+if TYPE_CHECKING:
+    from quantkit.runtime.native_step import NativeStep
 
 MOST_TOKENS = 8
 """Of one text in a pass. More are a piece of a prompt: its keys and values are read once for all of them elsewhere."""
@@ -71,7 +74,7 @@ class Decoding:
         return step.logits[:count].clone()
 
     @torch.inference_mode()
-    def ready(self, sequences: Sequence[CacheSequence], tokens: Sequence[Sequence[int]]) -> DecodeStep | NativeStep:
+    def ready(self, sequences: Sequence[CacheSequence], tokens: Sequence[Sequence[int]]) -> "DecodeStep | NativeStep":
         """The step that reads these tokens, its buffers filled, before it is launched. Raises as `logits` does."""
         ids = [token for some in tokens for token in some]
         require_known(torch.tensor(ids), self._model.config.vocab_size)
@@ -90,20 +93,21 @@ class Decoding:
         step.fill(ids, positions, slots, tables)
         return step
 
-    def _step(self, rows: int, pages: int) -> DecodeStep | NativeStep:
+    def _step(self, rows: int, pages: int) -> "DecodeStep | NativeStep":
         key = _bucket(rows), min(_bucket(pages), self._pool.capacity // PAGE)
         if key not in self._steps:
             if self._weights is None:
+                from quantkit.runtime.native_step import NativeStep  # Numba need not be there for a GPU
+
                 self._steps[key] = NativeStep(self._model, self._pool, *key)
             else:
                 self._steps[key] = DecodeStep(self._model, self._pool, self._weights, *key)
         return self._steps[key]
 
-    def _run(self, step: DecodeStep | NativeStep) -> None:
-        if isinstance(step, NativeStep):
+    def _run(self, step: "DecodeStep | NativeStep") -> None:
+        if self._weights is None:
             step.launch()
             return
-        assert self._weights is not None
         key = step.rows, step.pages
         if key in self._replays:
             self._replays[key]()
