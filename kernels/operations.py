@@ -13,9 +13,9 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic, register_jitable
 
-from quantkit.kernels.program import operation, pointer
+from quantkit.kernels.program import Operand, operation, pointer
+from quantkit.kernels.steps import GROUP, PAGE, Pages
 
-PAGE = 256
 # Sums may be taken in any order that the compiler chooses, the same for all rows.
 REORDERED = {"fastmath": {"contract", "reassoc", "nsz"}}
 LANES = 16
@@ -48,6 +48,26 @@ def narrow(typing, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def from_half(typing, half):  # type: ignore[no-untyped-def]
+    """float16 bits, uint16 → float32."""
+
+    def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return b.fpext(b.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), emit
+
+
+@intrinsic
+def as_half(typing, value):  # type: ignore[no-untyped-def]
+    """float32 → the bits of the nearest float16, uint16."""
+
+    def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return b.bitcast(b.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), emit
+
+
+@intrinsic
 def power_of_two(typing, exponent):  # type: ignore[no-untyped-def]
     """float32 2^exponent of a whole float32 from -126 to 127."""
 
@@ -56,6 +76,18 @@ def power_of_two(typing, exponent):  # type: ignore[no-untyped-def]
         return b.bitcast(b.shl(b.add(b.fptosi(args[0], word), word(127)), word(23)), ir.FloatType())
 
     return types.float32(types.float32), emit
+
+
+def place(pages: Pages) -> tuple[Operand, ...]:
+    """Pages as operations find them: codes, scales or 0, bytes from a page to the next of codes and from a head to the
+    next, the same of scales, and the neighbours of a row that are turned together."""
+    codes, scales = pages.codes, pages.scales
+    assert codes.stride()[2:] == (codes.shape[3], 1), "the rows of one page and head lie together"
+    apart = [codes.stride(axis) * codes.itemsize for axis in (0, 1)]
+    if scales is None:
+        return codes.data_ptr(), 0, *apart, 0, 0, pages.block
+    assert scales.stride()[2:] == (scales.shape[3], 1)
+    return codes.data_ptr(), scales.data_ptr(), *apart, *(2 * scales.stride(axis) for axis in (0, 1)), pages.block
 
 
 @register_jitable
@@ -130,19 +162,117 @@ def silu_mul() -> Any:
     return operation(kernel)
 
 
+@register_jitable
+def turn(values, block):  # type: ignore[no-untyped-def]
+    """`steps.turn` of one row in place."""
+    step = 1
+    while step < block:
+        for first in range(0, values.size, 2 * step):
+            for k in range(first, first + step):
+                one, other = values[k], values[k + step]
+                values[k], values[k + step] = one + other, one - other
+        step *= 2
+    if block > 1:
+        factor = np.float32(1) / np.sqrt(np.float32(block))
+        for k in range(values.size):
+            values[k] *= factor
+
+
+@register_jitable
+def store(values, codes, scales, bits):  # type: ignore[no-untyped-def]
+    """`steps.encode` of one row: into bytes, and scales as float16 bits where there are groups."""
+    half = np.float32(((1 << bits) - 1) / 2)
+    for group in range(values.size // GROUP):
+        row = values[group * GROUP : (group + 1) * GROUP]
+        top, wrong = np.float32(0), np.float32(0)
+        for k in range(GROUP):
+            top = max(top, abs(row[k]))
+            wrong += row[k] * np.float32(0)
+        scales[group] = as_half(top / half + wrong)
+        step = from_half(scales[group])
+        for k in range(GROUP):
+            place = group * GROUP + k
+            level = np.rint(row[k] / step + half) if step > 0 else np.rint(half)
+            code = np.int64(min(max(level, np.float32(0)), 2 * half)) if wrong == 0 else 0
+            if bits == 4:
+                codes[place // 2] = code if k % 2 == 0 else codes[place // 2] | code << 4
+            else:
+                codes[place] = code & 255
+            if bits == 9:
+                mark = values.size + place // 8
+                codes[mark] = (codes[mark] if k % 8 else 0) | (code >> 8) << k % 8
+
+
+@register_jitable
+def product(query, codes, scales, bits):  # type: ignore[no-untyped-def]
+    """`query · decode(codes, scales)` of one row; at 4 bits the even elements of the query come first, then the odd."""
+    total = np.float32(0)
+    half, width = np.float32(((1 << bits) - 1) / 2), query.size
+    for group in range(width // GROUP):
+        part, first = np.float32(0), group * GROUP
+        if bits == 4:
+            for k in range(GROUP // 2):
+                code = codes[first // 2 + k]
+                part += query[first // 2 + k] * (np.float32(code & 15) - half)
+                part += query[(width + first) // 2 + k] * (np.float32(code >> 4) - half)
+        else:
+            for k in range(GROUP):
+                part += query[first + k] * (np.float32(codes[first + k]) - half)
+        if bits == 9:
+            ninths = np.float32(0)
+            for byte in range(GROUP // 8):
+                eight = np.int32(codes[width + first // 8 + byte])
+                for k in range(8):
+                    ninths += query[first + 8 * byte + k] * np.float32(eight >> k & 1)
+            part += 256 * ninths
+        total += part * from_half(scales[group])
+    return total
+
+
+@register_jitable
+def mix(mixed, share, codes, scales, bits):  # type: ignore[no-untyped-def]
+    """Adds `share · decode(codes, scales)` of one row; at 4 bits `mixed` has its even elements first, then the odd."""
+    half, width = np.float32(((1 << bits) - 1) / 2), mixed.size
+    for group in range(width // GROUP):
+        factor, first = share * from_half(scales[group]), group * GROUP
+        if bits == 4:
+            for k in range(GROUP // 2):
+                code = codes[first // 2 + k]
+                mixed[first // 2 + k] += factor * (np.float32(code & 15) - half)
+                mixed[(width + first) // 2 + k] += factor * (np.float32(code >> 4) - half)
+        else:
+            for k in range(GROUP):
+                mixed[first + k] += factor * (np.float32(codes[first + k]) - half)
+
+
+@register_jitable
+def halves_apart(values, spare):  # type: ignore[no-untyped-def]
+    """Even elements first, then the odd ones, in place."""
+    for k in range(values.size // 2):
+        spare[k], spare[values.size // 2 + k] = values[2 * k], values[2 * k + 1]
+    values[:] = spare[: values.size]
+
+
+@register_jitable
+def halves_together(values, spare):  # type: ignore[no-untyped-def]
+    """The inverse of `halves_apart`."""
+    for k in range(values.size // 2):
+        spare[2 * k], spare[2 * k + 1] = values[k], values[values.size // 2 + k]
+    values[:] = spare[: values.size]
+
+
 @cache
-def rope_append() -> Any:
+def rope_append(key_bits: int, value_bits: int) -> Any:
     """Normalises heads where the model does, rotates queries and keys, stores keys and values; heads are shared out.
 
     Operands: qkv float32 [m, (heads + 2·kv_heads)·dim], rotated in place; cos, sin float32 [m, pairs]; weights float32
-    [dim] of the norms of q and k or 0, their epsilon float32 [1]; slots int64 [m]; pages of keys and of values in
-    bfloat16; elements from a page to the next of keys, of values, from a head to the next of keys, of values; m, heads,
-    kv_heads, dim, pairs.
+    [dim] of the norms of q and k or 0, their epsilon float32 [1]; slots int64 [m]; pages of keys, then of values, each
+    as `place` has them; m, heads, kv_heads, dim, pairs. Bits are 16 for bfloat16, and those of `kernels.steps`.
     """
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = carray(pointer(arguments), 18, np.int64)
-        m, heads, kv_heads, dim, pairs = a[13], a[14], a[15], a[16], a[17]
+        a = carray(pointer(arguments), 26, np.int64)
+        m, heads, kv_heads, dim, pairs = a[21], a[22], a[23], a[24], a[25]
         each = heads + 2 * kv_heads
         qkv = carray(pointer(a[0]), (m, each, dim), np.float32)
         cos, sin = carray(pointer(a[1]), (m, pairs), np.float32), carray(pointer(a[2]), (m, pairs), np.float32)
@@ -159,46 +289,71 @@ def rope_append() -> Any:
                     one, other = values[i], values[i + pairs]
                     values[i] = one * cos[row, i] - other * sin[row, i]
                     values[i + pairs] = other * cos[row, i] + one * sin[row, i]
+                turn(values, a[13])
+            else:
+                turn(values, a[20])
             if head >= heads:
-                side = (head - heads) // kv_heads
-                place = slots[row] // PAGE * a[9 + side] + (head - heads) % kv_heads * a[11 + side]
-                place += slots[row] % PAGE * dim
-                stored = carray(pointer(a[7 + side] + 2 * place), dim, np.uint16)
-                for k in range(dim):
-                    stored[k] = narrow(values[k])
+                is_value, kept = (head - heads) // kv_heads, (head - heads) % kv_heads
+                side = a[14:21] if is_value else a[7:14]
+                page, at = slots[row] // PAGE, slots[row] % PAGE
+                codes = side[0] + page * side[2] + kept * side[3]
+                scales = side[1] + page * side[4] + kept * side[5]
+                bits = value_bits if is_value else key_bits
+                if bits == 16:
+                    stored = carray(pointer(codes + 2 * at * dim), dim, np.uint16)
+                    for k in range(dim):
+                        stored[k] = narrow(values[k])
+                else:
+                    width = dim * bits // 8
+                    marks = carray(pointer(codes + at * width), width, np.uint8)
+                    steps = carray(pointer(scales + 2 * at * (dim // GROUP)), dim // GROUP, np.uint16)
+                    if is_value:
+                        store(values, marks, steps, value_bits)
+                    else:
+                        store(values, marks, steps, key_bits)
 
     return operation(kernel)
 
 
 @cache
-def attend() -> Any:
+def attend(key_bits: int, value_bits: int) -> Any:
     """One new token of each row over its whole past, itself included; heads of rows are shared out.
 
-    Operands: qkv as `rope_append` leaves it; y float32 [m, heads·dim]; pages and their distances as there; table int32
-    [m, most], lengths int32 [m]; scratch float32 [threads at most, most·256]; scale float32 [1]; window, 0 for none; m,
-    heads, kv_heads, dim, most.
+    Operands: qkv as `rope_append` leaves it; y float32 [m, heads·dim]; pages as there; table int32 [m, most], lengths
+    int32 [m]; scratch float32 [threads at most, most·256 + dim]; scale float32 [1]; window, 0 for none; m, heads,
+    kv_heads, dim, most.
     """
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = carray(pointer(arguments), 18, np.int64)
-        m, heads, kv_heads, dim, most = a[13], a[14], a[15], a[16], a[17]
+        a = carray(pointer(arguments), 26, np.int64)
+        m, heads, kv_heads, dim, most = a[21], a[22], a[23], a[24], a[25]
         qkv = carray(pointer(a[0]), (m, heads + 2 * kv_heads, dim), np.float32)
         y = carray(pointer(a[1]), (m, heads, dim), np.float32)
-        table, lengths = carray(pointer(a[8]), (m, most), np.int32), carray(pointer(a[9]), m, np.int32)
-        scores = carray(pointer(a[10] + 4 * thread * most * PAGE), most * PAGE, np.float32)
-        scale = carray(pointer(a[11]), 1, np.float32)[0]
+        table, lengths = carray(pointer(a[16]), (m, most), np.int32), carray(pointer(a[17]), m, np.int32)
+        scratch = carray(pointer(a[18] + 4 * thread * (most * PAGE + dim)), most * PAGE + dim, np.float32)
+        scores, spare = scratch[: most * PAGE], scratch[most * PAGE :]
+        scale, window = carray(pointer(a[19]), 1, np.float32)[0], a[20]
+        key_width, value_width, groups = dim * key_bits // 8, dim * value_bits // 8, dim // GROUP
         for job in range(m * heads * thread // threads, m * heads * (thread + 1) // threads):
             row, head = job // heads, job % heads
             group, query, length = head // (heads // kv_heads), qkv[row, head], np.int64(lengths[row])
-            start = max(0, length - a[12]) if a[12] else 0
+            start = max(0, length - window) if window else 0
             top = np.float32(-np.inf)
+            if key_bits == 4:
+                halves_apart(query, spare)
             for first in range(start // PAGE * PAGE, length, PAGE):
-                place = table[row, first // PAGE] * a[4] + group * a[6]
-                keys = carray(pointer(a[2] + 2 * place), (PAGE, dim), np.uint16)
+                page = table[row, first // PAGE]
+                codes = a[2] + page * a[4] + group * a[5]
+                keys = carray(pointer(codes), (PAGE, dim), np.uint16)
+                marks = carray(pointer(codes), (PAGE, key_width), np.uint8)
+                steps = carray(pointer(a[3] + page * a[6] + group * a[7]), (PAGE, groups), np.uint16)
                 for position in range(max(start, first), min(first + PAGE, length)):
-                    key, score = keys[position - first], np.float32(0)
-                    for k in range(dim):
-                        score += query[k] * wide(key[k])
+                    at, score = position - first, np.float32(0)
+                    if key_bits == 16:
+                        for k in range(dim):
+                            score += query[k] * wide(keys[at, k])
+                    else:
+                        score = product(query, marks[at], steps[at], key_bits)
                     score *= scale
                     scores[position] = score
                     top = max(top, score)
@@ -211,14 +366,23 @@ def attend() -> Any:
             for k in range(dim):
                 mixed[k] = 0
             for first in range(start // PAGE * PAGE, length, PAGE):
-                place = table[row, first // PAGE] * a[5] + group * a[7]
-                values = carray(pointer(a[3] + 2 * place), (PAGE, dim), np.uint16)
+                page = table[row, first // PAGE]
+                codes = a[9] + page * a[11] + group * a[12]
+                values = carray(pointer(codes), (PAGE, dim), np.uint16)
+                marks = carray(pointer(codes), (PAGE, value_width), np.uint8)
+                steps = carray(pointer(a[10] + page * a[13] + group * a[14]), (PAGE, groups), np.uint16)
                 for position in range(max(start, first), min(first + PAGE, length)):
-                    share, value = scores[position], values[position - first]
-                    for k in range(dim):
-                        mixed[k] += share * wide(value[k])
+                    at, share = position - first, scores[position]
+                    if value_bits == 16:
+                        for k in range(dim):
+                            mixed[k] += share * wide(values[at, k])
+                    else:
+                        mix(mixed, share, marks[at], steps[at], value_bits)
+            if value_bits == 4:
+                halves_together(mixed, spare)
             for k in range(dim):
                 mixed[k] = mixed[k] / total + wrong
+            turn(mixed, a[15])
 
     return operation(kernel, **REORDERED)
 

@@ -136,8 +136,11 @@ def _linear(linear: Linear, dtype: torch.dtype) -> str:
 
 def _native(model: Model, pool: PagePool) -> str:
     """What one call on the CPU does not cover beside that."""
-    if any(side.bits != 16 or side.dtype != model.dtype for side in (pool.form.keys, pool.form.values)):
-        return f"the cache is in {pool.form.name}, one call for all layers is made for bf16"
+    head_dim, sides = model.config.head_dim, (pool.form.keys, pool.form.values)
+    if any(side.bits >= 16 and side.dtype != model.dtype for side in sides):
+        return f"the cache is in {pool.form.name}, which is not what the model computes in"
+    if head_dim % GROUP and any(side.bits < 16 for side in sides):
+        return f"heads have {head_dim} elements, a cache in {pool.form.name} is read in groups of {GROUP}"
     if any(block.attention.cap is not None for block in model.blocks):
         return "the scores of attention are capped"
     for linear in (*model.linears.values(), model.head.linear):

@@ -47,7 +47,7 @@ class NativeStep:
         self._update = torch.empty(self.rows, config.hidden_size)
         self._x = torch.empty(self.rows, config.hidden_size)
         self._rotations = {rope: torch.empty(2, self.rows, rope.dim // 2) for rope in set(config.ropes)}
-        self._scores = torch.empty(torch.get_num_threads(), pages * PAGE)
+        self._scores = torch.empty(torch.get_num_threads(), pages * PAGE + config.head_dim)
         self._rounded: dict[tuple[int, int], Rounded] = {}
         self.logits = torch.empty(self.rows, config.vocab_size)
         for layer, block in enumerate(model.blocks):
@@ -96,20 +96,21 @@ class NativeStep:
         self._add_products(attention.inputs.linears, self._x, qkv)
         heads, kv_heads = (linear.out_features // dim for linear in attention.inputs.linears[:2])
         keys, values = self._pool.paged(layer)
-        distances = [side.codes.stride(axis) for axis in (0, 1) for side in (keys, values)]
         weights = [attention.norms[role].weight if attention.norms else None for role in "qk"]
         epsilon = np.array([attention.norms["q"].epsilon if attention.norms else 0], np.float32)
         cos, sin = self._rotations[attention.rope]
-        place = (_address(keys.codes), _address(values.codes), *distances)
+        pages = (*operations.place(keys), *operations.place(values))
         sizes = (self.rows, heads, kv_heads, dim)
         self._program.add(
-            operations.rope_append(),
-            (qkv, cos, sin, *weights, epsilon, self._slots, *place, *sizes, cos.shape[1]),
+            operations.rope_append(keys.bits, values.bits),
+            (qkv, cos, sin, *weights, epsilon, self._slots, *pages, *sizes, cos.shape[1]),
         )
         mixed = torch.empty(self.rows, heads * dim)
         scale = np.array([attention.scale], np.float32)
         reads = (self._table, self._lengths, self._scores, scale, attention.window or 0)
-        self._program.add(operations.attend(), (qkv, mixed, *place, *reads, *sizes, self.pages))
+        self._program.add(
+            operations.attend(keys.bits, values.bits), (qkv, mixed, *pages, *reads, *sizes, self.pages)
+        )
         self._add_products(attention.output.linears, mixed, self._update)
 
     def _add_mlp(self, mlp: GatedMLP) -> None:
@@ -163,8 +164,3 @@ def _form(linear: Linear) -> Planes | Tensor:
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
-
-def _address(codes: Tensor) -> int:
-    """Of pages, whose rows lie together, but pages and heads apart."""
-    assert codes.stride()[2:] == (codes.shape[3], 1)
-    return codes.data_ptr()

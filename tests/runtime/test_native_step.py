@@ -32,6 +32,9 @@ MODELS = {
     "gptq 8 bits, head norms": lambda path: tiny_gptq.write_model(path, bits=8, family="Qwen3ForCausalLM"),
     "exl2 with a head": lambda path: tiny_exl2.write_model(path, head=True),
     "dense": lambda path: tiny.write_model(path, "Qwen3ForCausalLM", dtype="bfloat16"),
+    "wide heads": lambda path: tiny_gptq.write_model(
+        path, bits=4, num_attention_heads=2, num_key_value_heads=1, vocab_size=288
+    ),
     "dense, window": lambda path: tiny.write_model(path, "MistralForCausalLM", dtype="bfloat16", sliding_window=20),
 }
 
@@ -55,9 +58,9 @@ def pool_of(model: Model, kv: str | None = None, pages: int = 6, **options) -> P
 class Twins:
     """The same texts in two pools: one read by the plain forward, one in single calls. Prompts are read plainly."""
 
-    def __init__(self, model: Model, lengths: list[int]) -> None:
+    def __init__(self, model: Model, lengths: list[int], kv: str | None = None) -> None:
         self.model = model
-        self.pools = [pool_of(model) for _ in range(2)]
+        self.pools = [pool_of(model, kv) for _ in range(2)]
         self.texts = [[CacheSequence(pool) for _ in lengths] for pool in self.pools]
         self.decoding = Decoding.of(model, self.pools[1])
         assert self.decoding.path.name == NATIVE, self.decoding.path.reason
@@ -68,7 +71,7 @@ class Twins:
                 model.hidden(ids, cache=CacheView(pool, [text], [length]))
 
     @torch.inference_mode()
-    def check(self, tokens: list[list[int]]) -> torch.Tensor:
+    def check(self, tokens: list[list[int]], bound: float = BOUND) -> torch.Tensor:
         """The plain logits."""
         counts = [len(some) for some in tokens]
         assert self.decoding.takes(counts)
@@ -76,7 +79,7 @@ class Twins:
         plain = self.model(ids, cache=CacheView(self.pools[0], self.texts[0], counts))[0]
         found = self.decoding.logits(self.texts[1], tokens)
         assert found.shape == plain.shape and found.dtype == torch.float32
-        assert float((found - plain).abs().max()) <= BOUND * float(plain.abs().max())
+        assert float((found - plain).abs().max()) <= bound * float(plain.abs().max())
         return plain
 
 
@@ -86,6 +89,22 @@ def test_one_text_across_the_end_of_a_page(models, name) -> None:
     for _ in range(4):
         token = int(twins.check([[token]])[0].argmax())
     assert twins.texts[1][0].length == PAGE + 2
+
+
+@pytest.mark.parametrize(("kv", "bound"), [("int8", 0.02), ("k8v4", 0.06), ("q4_0", 0.06)])
+def test_a_cache_in_fewer_bits(models, kv, bound) -> None:
+    """What both ways store may differ by a step of a code."""
+    twins = Twins(models("wide heads"), [PAGE - 2, 30], kv)
+    for tokens in ([[1], [2]], [[3], [4]], [[5, 6], [7]]):
+        twins.check(tokens, bound)
+
+
+def test_heads_that_a_cache_in_fewer_bits_cannot_be_read_for(models) -> None:
+    model = models("gptq")
+    head_dim = model.config.head_dim
+    assert head_dim % 32
+    told = f"heads have {head_dim} elements, a cache in int8 is read in groups of 32"
+    assert decode_path(model, pool_of(model, "int8")).reason == told
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -152,7 +171,7 @@ def test_a_weight_that_is_not_finite_is_in_the_logits(tmp_path) -> None:
     [
         ("q4_0", {"resident": 256}, "a part of the cache is in host memory"),
         (None, {"window": 300}, "the cache has a window of its own"),
-        ("int8", {}, "the cache is in int8, one call for all layers is made for bf16"),
+        ("fp16", {}, "the cache is in fp16, which is not what the model computes in"),
     ],
 )
 def test_caches_that_take_the_plain_path(models, kv, options, reason) -> None:
