@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
+from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
+from quantkit.kernels.multiply import VECTOR
 from quantkit.kernels.program import Operand, operation, pointer
 from quantkit.kernels.steps import GROUP, PAGE, Pages
 
@@ -203,62 +205,122 @@ def store(values, codes, scales, bits):  # type: ignore[no-untyped-def]
                 codes[mark] = (codes[mark] if k % 8 else 0) | (code >> 8) << k % 8
 
 
-@register_jitable
-def product(query, codes, scales, bits):  # type: ignore[no-untyped-def]
-    """`query · decode(codes, scales)` of one row; at 4 bits the even elements of the query come first, then the odd."""
-    total = np.float32(0)
-    half, width = np.float32(((1 << bits) - 1) / 2), query.size
-    for group in range(width // GROUP):
-        part, first = np.float32(0), group * GROUP
-        if bits == 4:
-            for k in range(GROUP // 2):
-                code = codes[first // 2 + k]
-                part += query[first // 2 + k] * (np.float32(code & 15) - half)
-                part += query[(width + first) // 2 + k] * (np.float32(code >> 4) - half)
-        else:
-            for k in range(GROUP):
-                part += query[first + k] * (np.float32(codes[first + k]) - half)
-        if bits == 9:
-            ninths = np.float32(0)
-            for byte in range(GROUP // 8):
-                eight = np.int32(codes[width + first // 8 + byte])
-                for k in range(8):
-                    ninths += query[first + 8 * byte + k] * np.float32(eight >> k & 1)
-            part += 256 * ninths
-        total += part * from_half(scales[group])
-    return total
+def _vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
+    return ir.VectorType(element, lanes)
+
+
+def _at(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, index: int = 0) -> ir.Value:
+    """A pointer to number `index` of things of this kind."""
+    start = b.inttoptr(address, kind.as_pointer())
+    return b.gep(start, [ir.IntType(64)(index)]) if index else start
+
+
+def _in_every_lane(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    undefined = ir.Constant(_vector(value.type), ir.Undefined)
+    first = ir.Constant(_vector(ir.IntType(32)), [0] * LANES)
+    return b.shuffle_vector(b.insert_element(undefined, value, ir.IntType(32)(0)), undefined, first)
+
+
+def _multiply_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value, total: ir.Value) -> ir.Value:
+    kind = _vector(ir.FloatType())
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind] * 3), "llvm.fma.v16f32")
+    return b.call(function, [one, other, total])
+
+
+def _numbers(b: ir.IRBuilder, codes: ir.Value, ninths: ir.Value, bits: int) -> list[ir.Value]:
+    """The codes of a group less their middle, twice 16 float32; at 4 bits the even ones and then the odd ones."""
+    byte, word, number = ir.IntType(8), ir.IntType(32), _vector(ir.FloatType())
+    if bits == 4:
+        pairs = b.load(_at(b, codes, _vector(byte)), align=1)
+        four = ir.Constant(_vector(byte), [4] * LANES)
+        parts = [b.and_(pairs, ir.Constant(_vector(byte), [15] * LANES)), b.lshr(pairs, four)]
+    else:
+        parts = [b.load(_at(b, codes, _vector(byte), index), align=1) for index in range(2)]
+    whole = [b.zext(part, _vector(word)) for part in parts]
+    if bits == 9:
+        marks = b.bitcast(b.load(_at(b, ninths, word), align=1), _vector(ir.IntType(1), 2 * LANES))
+        undefined = ir.Constant(marks.type, ir.Undefined)
+        high, none = (ir.Constant(_vector(word), [value] * LANES) for value in (256, 0))
+        for index in range(2):
+            places = ir.Constant(_vector(word), list(range(index * LANES, (index + 1) * LANES)))
+            own = b.shuffle_vector(marks, undefined, places)
+            whole[index] = b.add(whole[index], b.select(own, high, none))
+    middle = ir.Constant(number, [((1 << bits) - 1) / 2] * LANES)
+    return [b.fsub(b.sitofp(part, number), middle) for part in whole]
+
+
+@intrinsic(prefer_literal=True)
+def add_product(typing, total, query, codes, ninths, scale, bits):  # type: ignore[no-untyped-def]
+    """`total` plus `query · decode(group)`, lane by lane: addresses of 32 float32, and of the codes of a group."""
+
+    def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        number = _vector(ir.FloatType())
+        own = ir.Constant(number, [0.0] * LANES)
+        for index, part in enumerate(_numbers(b, args[2], args[3], bits.literal_value)):
+            own = _multiply_add(b, b.load(_at(b, args[1], number, index), align=4), part, own)
+        return _multiply_add(b, own, _in_every_lane(b, args[4]), args[0])
+
+    return VECTOR(VECTOR, types.int64, types.int64, types.int64, types.float32, bits), emit
+
+
+@intrinsic(prefer_literal=True)
+def add_share(typing, mixed, factor, codes, bits):  # type: ignore[no-untyped-def]
+    """Adds `factor · codes` of a group to the 32 float32 at `mixed`. No value has a ninth bit."""
+
+    def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        wide_factor = _in_every_lane(b, args[1])
+        for index, part in enumerate(_numbers(b, args[2], args[2], bits.literal_value)):
+            target = _at(b, args[0], part.type, index)
+            b.store(_multiply_add(b, part, wide_factor, b.load(target, align=4)), target, align=4)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.float32, types.int64, bits), emit
+
+
+@intrinsic
+def no_sum(typing):  # type: ignore[no-untyped-def]
+    """Zero in every lane."""
+
+    def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return ir.Constant(_vector(ir.FloatType()), [0.0] * LANES)
+
+    return VECTOR(), emit
+
+
+@intrinsic
+def sum_of_lanes(typing, total):  # type: ignore[no-untyped-def]
+    """Halves added to halves."""
+
+    def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        vector, lanes, word = args[0], LANES, ir.IntType(32)
+        while lanes > 1:
+            lanes //= 2
+            undefined = ir.Constant(vector.type, ir.Undefined)
+            near, far = (ir.Constant(_vector(word, lanes), list(range(s, s + lanes))) for s in (0, lanes))
+            vector = b.fadd(b.shuffle_vector(vector, undefined, near), b.shuffle_vector(vector, undefined, far))
+        return b.extract_element(vector, word(0))
+
+    return types.float32(VECTOR), emit
 
 
 @register_jitable
-def mix(mixed, share, codes, scales, bits):  # type: ignore[no-untyped-def]
-    """Adds `share · decode(codes, scales)` of one row; at 4 bits `mixed` has its even elements first, then the odd."""
-    half, width = np.float32(((1 << bits) - 1) / 2), mixed.size
-    for group in range(width // GROUP):
-        factor, first = share * from_half(scales[group]), group * GROUP
-        if bits == 4:
-            for k in range(GROUP // 2):
-                code = codes[first // 2 + k]
-                mixed[first // 2 + k] += factor * (np.float32(code & 15) - half)
-                mixed[(width + first) // 2 + k] += factor * (np.float32(code >> 4) - half)
-        else:
-            for k in range(GROUP):
-                mixed[first + k] += factor * (np.float32(codes[first + k]) - half)
+def apart(values, spare):  # type: ignore[no-untyped-def]
+    """The even elements of each group before the odd ones, in place."""
+    for group in range(values.size // GROUP):
+        own = values[group * GROUP : (group + 1) * GROUP]
+        for k in range(GROUP // 2):
+            spare[k], spare[GROUP // 2 + k] = own[2 * k], own[2 * k + 1]
+        own[:] = spare[:GROUP]
 
 
 @register_jitable
-def halves_apart(values, spare):  # type: ignore[no-untyped-def]
-    """Even elements first, then the odd ones, in place."""
-    for k in range(values.size // 2):
-        spare[k], spare[values.size // 2 + k] = values[2 * k], values[2 * k + 1]
-    values[:] = spare[: values.size]
-
-
-@register_jitable
-def halves_together(values, spare):  # type: ignore[no-untyped-def]
-    """The inverse of `halves_apart`."""
-    for k in range(values.size // 2):
-        spare[2 * k], spare[2 * k + 1] = values[k], values[values.size // 2 + k]
-    values[:] = spare[: values.size]
+def together(values, spare):  # type: ignore[no-untyped-def]
+    """The inverse of `apart`."""
+    for group in range(values.size // GROUP):
+        own = values[group * GROUP : (group + 1) * GROUP]
+        for k in range(GROUP // 2):
+            spare[2 * k], spare[2 * k + 1] = own[k], own[GROUP // 2 + k]
+        own[:] = spare[:GROUP]
 
 
 @cache
@@ -334,26 +396,33 @@ def attend(key_bits: int, value_bits: int) -> Any:
         scores, spare = scratch[: most * PAGE], scratch[most * PAGE :]
         scale, window = carray(pointer(a[19]), 1, np.float32)[0], a[20]
         key_width, value_width, groups = dim * key_bits // 8, dim * value_bits // 8, dim // GROUP
+        each = heads + 2 * kv_heads
         for job in range(m * heads * thread // threads, m * heads * (thread + 1) // threads):
             row, head = job // heads, job % heads
             group, query, length = head // (heads // kv_heads), qkv[row, head], np.int64(lengths[row])
             start = max(0, length - window) if window else 0
             top = np.float32(-np.inf)
             if key_bits == 4:
-                halves_apart(query, spare)
+                apart(query, spare)
+            asked = a[0] + 4 * (row * each + head) * dim
             for first in range(start // PAGE * PAGE, length, PAGE):
                 page = table[row, first // PAGE]
-                codes = a[2] + page * a[4] + group * a[5]
+                codes, steps = a[2] + page * a[4] + group * a[5], a[3] + page * a[6] + group * a[7]
                 keys = carray(pointer(codes), (PAGE, dim), np.uint16)
-                marks = carray(pointer(codes), (PAGE, key_width), np.uint8)
-                steps = carray(pointer(a[3] + page * a[6] + group * a[7]), (PAGE, groups), np.uint16)
                 for position in range(max(start, first), min(first + PAGE, length)):
                     at, score = position - first, np.float32(0)
                     if key_bits == 16:
                         for k in range(dim):
                             score += query[k] * wide(keys[at, k])
                     else:
-                        score = product(query, marks[at], steps[at], key_bits)
+                        scales = carray(pointer(steps + 2 * at * groups), groups, np.uint16)
+                        mine, summed = codes + at * key_width, no_sum()
+                        for g in range(groups):
+                            here, ninths = mine + g * (GROUP if key_bits > 4 else GROUP // 2), mine + dim + 4 * g
+                            summed = add_product(
+                                summed, asked + 4 * GROUP * g, here, ninths, from_half(scales[g]), key_bits
+                            )
+                        score = sum_of_lanes(summed)
                     score *= scale
                     scores[position] = score
                     top = max(top, score)
@@ -363,23 +432,26 @@ def attend(key_bits: int, value_bits: int) -> Any:
                 scores[position] = exponential(scores[position] - top)
                 total += scores[position]
             mixed = y[row, head]
+            found = a[1] + 4 * (row * heads + head) * dim
             for k in range(dim):
                 mixed[k] = 0
             for first in range(start // PAGE * PAGE, length, PAGE):
                 page = table[row, first // PAGE]
-                codes = a[9] + page * a[11] + group * a[12]
+                codes, steps = a[9] + page * a[11] + group * a[12], a[10] + page * a[13] + group * a[14]
                 values = carray(pointer(codes), (PAGE, dim), np.uint16)
-                marks = carray(pointer(codes), (PAGE, value_width), np.uint8)
-                steps = carray(pointer(a[10] + page * a[13] + group * a[14]), (PAGE, groups), np.uint16)
                 for position in range(max(start, first), min(first + PAGE, length)):
                     at, share = position - first, scores[position]
                     if value_bits == 16:
                         for k in range(dim):
                             mixed[k] += share * wide(values[at, k])
                     else:
-                        mix(mixed, share, marks[at], steps[at], value_bits)
+                        scales = carray(pointer(steps + 2 * at * groups), groups, np.uint16)
+                        mine = codes + at * value_width
+                        for g in range(groups):
+                            here = mine + g * (GROUP if value_bits > 4 else GROUP // 2)
+                            add_share(found + 4 * GROUP * g, share * from_half(scales[g]), here, value_bits)
             if value_bits == 4:
-                halves_together(mixed, spare)
+                together(mixed, spare)
             for k in range(dim):
                 mixed[k] = mixed[k] / total + wrong
             turn(mixed, a[15])
