@@ -1,6 +1,7 @@
 """The end of a quantization: the files are what was solved, the damage against the original, and what it all took."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,14 +55,17 @@ def check_written(written: Checkpoint, job: QuantizeJob, receipt: Receipt, progr
 
 def measure_damage(subject: Subject, out: Path, windows: Tensor, progress: Progress) -> Damage:
     """The result against the original on bundled text that calibration never sees, and one greedy answer."""
-    device = subject.placement.device
+    candidate = load(out, subject.placement.device, torch.float32)
+    found = compare_with_original(subject, candidate, windows, progress)
+    return replace(found, answer=sample_answer(subject, candidate))
+
+
+def compare_with_original(subject: Subject, candidate: Model, windows: Tensor, progress: Progress) -> Damage:
+    """The damage without an answer."""
     original = subject.checkpoint.original
-    reference = Model.stream(original, original.model_config, subject.architecture, torch.float32, device)
-    candidate = load(out, device, torch.float32)
+    place = subject.architecture, torch.float32, subject.placement.device
+    reference = Model.stream(original, original.model_config, *place)
     found = divergence.compare(reference, candidate, windows, progress)
-    prompt = _sample_prompt(subject.tokenizer)
-    room = min(SAMPLE_TOKENS, subject.config.max_positions - len(prompt))
-    request = Request(prompt, room, stop_ids=subject.tokenizer.eos_ids)
     return Damage(
         windows=len(windows),
         tokens=found.reference.tokens,
@@ -71,8 +75,16 @@ def measure_damage(subject: Subject, out: Path, windows: Tensor, progress: Progr
         kl_ci95=found.kl_ci95,
         top1_agreement=found.top1_agreement,
         prompt=SAMPLE_PROMPT,
-        answer=Generator(candidate, subject.tokenizer).run(request).text if room > 0 else "",
+        answer="",
     )
+
+
+def sample_answer(subject: Subject, candidate: Model) -> str:
+    """What it says to the sample prompt; nothing where it has no room for it."""
+    prompt = _sample_prompt(subject.tokenizer)
+    room = min(SAMPLE_TOKENS, subject.config.max_positions - len(prompt))
+    request = Request(prompt, room, stop_ids=subject.tokenizer.eos_ids)
+    return Generator(candidate, subject.tokenizer).run(request).text if room > 0 else ""
 
 
 def _sample_prompt(tokenizer: Tokenizer) -> list[int]:

@@ -3,10 +3,11 @@
 Keys of `--json` are the field names below; `linears` has one object for each quantized linear.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from quantkit.commands.evaluate_report import json_number
 from quantkit.plan import Plan, kind_of
@@ -141,6 +142,13 @@ class Damage:
             "perplexity_candidate": json_number(self.perplexity_candidate),
             "ppl_ratio": json_number(self.perplexity_candidate / self.perplexity_reference),
         }
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any]) -> Self:
+        """What `as_json` gave. A perplexity that JSON has lost was infinite."""
+        lost = {name: math.inf for name in ("perplexity_reference", "perplexity_candidate") if value[name] is None}
+        interval = value["kl_ci95"]
+        return cls(**{**value, **lost, "kl_ci95": None if interval is None else tuple(interval)})
 
     def as_json(self) -> dict[str, Any]:
         return {

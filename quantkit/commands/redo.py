@@ -8,7 +8,7 @@ byte as they were; where unseen text says that the model is the worse for it, th
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from quantkit.commands.quantize_end import (
     backend_of,
     calibration_of,
     check_written,
+    compare_with_original,
     measure_damage,
+    sample_answer,
     spent_since,
 )
 from quantkit.commands.quantize_job import (
@@ -44,7 +46,7 @@ from quantkit.commands.quantize_job import (
 )
 from quantkit.commands.quantize_needs import disk_needs, require_space
 from quantkit.commands.quantize_rehearsal import peak_memory
-from quantkit.commands.quantize_report import Cost, Gradients, QuantizeReport, known_afterwards
+from quantkit.commands.quantize_report import Cost, Damage, Gradients, QuantizeReport, known_afterwards
 from quantkit.commands.quantize_rules import read_redo
 from quantkit.commands.quantize_steps import (
     UNCHANGED,
@@ -68,13 +70,13 @@ from quantkit.commands.resumption import (
 )
 from quantkit.commands.sensitivity import RunBackward, run_backward
 from quantkit.errors import GateError
-from quantkit.evaluators import divergence
 from quantkit.job.identity import ModelIdentity, identify, remembered
 from quantkit.job.job import Facts, Job
 from quantkit.models.architecture import HEAD
 from quantkit.models.source import Source
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress
+from quantkit.runtime.load import load
 from quantkit.settings import QuantizeSettings
 
 JUDGE = "judge"
@@ -178,7 +180,10 @@ def run(
             size = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
         tell_excess(settings.max_memory, peak_memory(), progress)
         spent = spent_since(start)
-        damage = None if unseen is None else measure_damage(subject, settings.out, unseen, progress)
+        damage = None
+        if judgement is not None:  # what was judged is what was read back
+            candidate = load(writer.path, subject.placement.device, torch.float32)
+            damage = replace(judgement.kept, answer=sample_answer(subject, candidate))
         kept.complete()
     return RedoReport(
         QuantizeReport(
@@ -245,28 +250,25 @@ def _judge(ready: ReadyRedo, kept: Job, windows: Tensor, progress: Progress) -> 
     """Unless it has been done. Raises GateError where the figures are no numbers."""
     if not kept.has(JUDGE):
         tuned = kept.homes(quantize_tuning.STEP) if kept.has(quantize_tuning.STEP) else {}
-        before = _divergence(ready, DecodedCheckpoint.of(ready.previous.checkpoint), windows, progress)
-        after = _divergence(ready, ready.redo.outcome(solved_homes(kept) | tuned), windows, progress)
-        if not (math.isfinite(before) and math.isfinite(after)):
+        progress.say("judged on unseen text: the result as it was, then with what was solved anew")
+        before = _damage(ready, DecodedCheckpoint.of(ready.previous.checkpoint), windows, progress)
+        after = _damage(ready, ready.redo.outcome(solved_homes(kept) | tuned), windows, progress)
+        if not (math.isfinite(before.kl_mean) and math.isfinite(after.kl_mean)):
             raise GateError(
-                f"the KL of the result was {before}, it would be {after}: that can not be judged",
+                f"the KL of the result was {before.kl_mean}, it would be {after.kl_mean}: that cannot be judged",
                 hint="use `--dtype fp32`, or `--no-eval` to do without",
             )
         with kept.step(JUDGE) as step:
-            step.finish(asdict(Judgement(before, after)))
-    return Judgement(**kept.value(JUDGE))
+            step.finish({"before": before.as_json(), "after": after.as_json()})
+    value = kept.value(JUDGE)
+    return Judgement(Damage.read(value["before"]), Damage.read(value["after"]))
 
 
-def _divergence(ready: ReadyRedo, candidate: Source, windows: Tensor, progress: Progress) -> float:
-    subject = ready.job.subject
-    original, family, device = subject.checkpoint.original, subject.architecture, subject.placement.device
-    own = ready.previous.checkpoint.model_config
+def _damage(ready: ReadyRedo, source: Source, windows: Tensor, progress: Progress) -> Damage:
+    subject, own = ready.job.subject, ready.previous.checkpoint.model_config
     with torch.inference_mode():
-        models = (
-            Model.stream(original, original.model_config, family, torch.float32, device),
-            Model.stream(candidate, own, family, torch.float32, device),
-        )
-        return divergence.compare(*models, windows, progress).kl_mean
+        candidate = Model.stream(source, own, subject.architecture, torch.float32, subject.placement.device)
+        return compare_with_original(subject, candidate, windows, progress)
 
 
 def _finish(

@@ -14,15 +14,28 @@ MOST_ROWS = 28
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Mean KL from the original, on text that calibration never sees, of the result as it was and with what was solved
-    anew."""
+    """The damage on text that calibration never sees, of the result as it was and with what was solved anew; both
+    without an answer."""
 
-    kl_before: float
-    kl_after: float
+    before: Damage
+    after: Damage
+
+    @property
+    def kl_before(self) -> float:
+        return self.before.kl_mean
+
+    @property
+    def kl_after(self) -> float:
+        return self.after.kl_mean
 
     @property
     def worse(self) -> bool:
         return self.kl_after > self.kl_before
+
+    @property
+    def kept(self) -> Damage:
+        """That of what stays."""
+        return self.before if self.worse else self.after
 
 
 @dataclass(frozen=True, slots=True)
