@@ -15,10 +15,12 @@ import torch
 from cuda_on_cpu import compiler
 from cuda_on_cpu.graphs import TapeLauncher, TapeRecorder
 from cuda_on_cpu.launcher import ExecutorLauncher
+from simulated_card import SimulatedCard, kernels_of
 
 from quantkit import kernels
 from quantkit.kernels import self_test as self_tests
 from quantkit.kernels.cuda import CudaBackend
+from quantkit.kernels.graphs import CudaGraphs
 from quantkit.runtime.decode_step import DecodeStep
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +154,28 @@ def test_the_check_says_what_is_wrong(gpu, monkeypatch) -> None:
     assert not right
     assert "| grid_error | 6 | 1.0e+00 | wrong: 2 bits; 3 bits; 4 bits; 5 bits; 6 bits; 8 bits |" in text
     assert "| pack | 12 | 0.0e+00 | right |" in text
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_on_a_card_everything_is_where_it_belongs(gpu, monkeypatch) -> None:
+    """The card is simulated and has no graphs: a tensor of the host among those of the card would be refused."""
+    import gpu_decode
+
+    card, device = SimulatedCard(), torch.device("cuda", 0)
+    card._backend = kernels_of(card, ExecutorLauncher())
+    monkeypatch.setattr("gpu_decode.PAGE", 12)
+    monkeypatch.setattr(gpu, "BLOCK", (((512, 64),),))
+    with card.inserted(monkeypatch):
+        machine = gpu.Machine(kernels.backend("cuda"), device, seconds_of_call)
+        for kind in gpu_decode.KINDS:
+            for line, right in gpu.check_rows(CudaGraphs(device), device, 1, (kind,), ("int8",)):
+                assert right and line[3].startswith("kernels the launches of a step could not be captured")
+        assert len(list(gpu.decode_rows(machine.seconds, 1e6, device, gpu_decode.SMALL, (("int8", 2, 5),)))) == 2
+        assert len(gpu.product_rows(machine, [(512, 64)], rotated=1 << 14)) == 4 * 5
+        assert len(gpu.prefill_rows(machine, [(128, 64)], (65,))) == 1
+        assert gpu.decode_row(machine, blocks=1, head=(512, 64))[0] == "2 linears"
+        assert gpu.quantize_row(machine, [[(128, 8)]])[0].endswith(" s")
 
 
 def test_make_runs_it_in_any_python() -> None:
