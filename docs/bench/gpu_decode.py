@@ -53,7 +53,7 @@ KINDS = ("EXL2 4.0", "GPTQ 4")
 LOADS = ((None, 1, 1024), ("int8", 1, 1024), ("int8", 1, 7936), ("q4_0", 1, 7936), ("int8", 8, 1024))
 # Of the largest logit: both ways round to halves between the same operations, and some sums are in another order. What
 # is stored in 4 bits may fall on the other side of a rounding.
-BOUNDS = {None: 0.02, "int8": 0.02, "k8v4": 0.06, "q4_0": 0.06}
+BOUNDS = {None: 0.02, "int8": 0.02, "k8v4": 0.03, "q4_0": 0.03}
 
 
 class RandomSource:
