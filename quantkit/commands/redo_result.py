@@ -53,6 +53,8 @@ class PreviousResult:
         if made is None or made["facts"].get("command") != "quantize" or "conversion" in made:
             by = "a conversion" if made is not None else "something else"
             raise CheckpointError(f"`{out}` was made by {by}, not by `quantkit quantize`", hint=WHOLE)
+        if not isinstance(made.get("tensors"), str) or type(made.get("bits_per_weight")) not in (int, float):
+            raise CheckpointError(f"`{out / RESULT_FILE}` has no digest of the tensors, or no bits", hint=WHOLE)
         checkpoint = open_checkpoint(out)
         _require_no_other_files(checkpoint)
         return cls(made, checkpoint)
@@ -69,6 +71,7 @@ class PreviousResult:
 
     @property
     def rotation_seed(self) -> int:
+        """Known to be a number once the settings are complete."""
         return int(self.facts.get("seed") or 0)
 
     def complete(self, settings: QuantizeSettings) -> QuantizeSettings:
@@ -85,11 +88,11 @@ class PreviousResult:
             raise UsageError(
                 f"`--redo` keeps the form of `{settings.out}`: {said}", hint=f"leave out {options}, or {WHOLE}"
             )
-        kept = {name: self._value(name, before[name], plain) for name in FORM if name not in FILES}
-        effort = settings.effort if "effort" in asked else str(before["effort"])
+        values = {name: self._value(name, value, plain) for name, value in before.items() if name not in FILES}
+        effort = settings.effort if "effort" in asked else values["effort"]
         calibrates = effort not in EFFORTS or EFFORTS[effort].calibrates
-        inherited = [name for name in CALIBRATED if name not in asked and (calibrates or name not in TEXT)]
-        kept |= {name: self._value(name, before[name], plain) for name in inherited}
+        free = asked.intersection(CALIBRATED).union(() if calibrates else TEXT)
+        kept = {name: value for name, value in values.items() if name not in free}
         return replace(settings, **kept, measurement=None, plan=None)
 
     def require_model(self, weights: str, subject: Subject) -> None:

@@ -89,3 +89,12 @@ def test_a_writer_asks_before_its_folder_appears(tmp_path: Path) -> None:
             writer.finish({"key": 1}, check=refuse)
     assert seen == ["config.json", "model.safetensors"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_receipts_tell_which_tensors_differ(receipt: Receipt, folder: Path) -> None:
+    other = Receipt()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name != f"{LINEAR}.weight":
+            other.add(name, tensor + 1 if name == NORM else tensor)
+    assert receipt.differing(receipt) == set()
+    assert receipt.differing(other) == other.differing(receipt) == {NORM, f"{LINEAR}.weight"}

@@ -14,7 +14,7 @@ from torch import Tensor
 import quantkit
 from quantkit import cli
 from quantkit.calibration import tuning
-from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands import redo
 from quantkit.commands.quantize import run
 from quantkit.commands.quantize_outlook import foresee
@@ -22,7 +22,7 @@ from quantkit.commands.redo_report import RedoReport
 from quantkit.commands.report import _facts
 from quantkit.commands.report_card import _redone
 from quantkit.commands.resumption import Finished
-from quantkit.errors import CheckpointError, JobError, QuantkitError, UsageError
+from quantkit.errors import CheckpointError, GateError, JobError, QuantkitError, UsageError
 from quantkit.job import job as jobs
 from quantkit.progress import Silent
 from quantkit.settings import QuantizeSettings
@@ -31,6 +31,7 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "dt
 WHOLE = {"samples": 4, "length": 32, "dtype": "fp32", "group_size": 32, "bits": 3, "effort": "fast", "evaluate": False}
 TEXT = {"effort": "default", "samples": 16, "length": 64}
 DOWN = r".*layers\.1\.mlp\.down_proj"
+NORM = "model.norm.weight"
 NAME = "model.layers.1.mlp.down_proj"
 
 
@@ -180,7 +181,7 @@ def test_best_tunes_the_scales_of_what_is_redone_alone(model: Path, tmp_path: Pa
     text = {"samples": 8, "length": 64, "bits": 2, "sym": False}
     quantize(model, tmp_path / "out", effort="best", **text)
     before, default = (shutil.copytree(tmp_path / "out", tmp_path / name) for name in ("before", "default"))
-    assert not torch.equal(tensors(before)["model.norm.weight"], tensors(model)["model.norm.weight"]), "norms are tuned"
+    assert not torch.equal(tensors(before)[NORM], tensors(model)[NORM]), "norms are tuned"
     report = again(model, tmp_path / "out", ".*down_proj")
     assert report.made.effort == "best" and report.made.tuning is not None and report.made.tuning.kept
     again(model, default, ".*down_proj", effort="default")
@@ -307,9 +308,12 @@ def test_folders_that_cannot_be_redone(model: Path, out: Path, tmp_path: Path) -
     made = record(out)
     (out / "quantkit.json").unlink()
     refused(model, out, CheckpointError, "was made by something else, not by `quantkit quantize`")
-    for bad in ({"bits": "three"}, {"command": "measure"}, {"bits": None}, {"effort": 7}):
+    for bad in ({"bits": "three"}, {"command": "measure"}, {"bits": None}, {"effort": 7}, {"seed": "7"}):
         (out / "quantkit.json").write_text(json.dumps({**made, "facts": {**made["facts"], **bad}}))
         refused(model, out, QuantkitError, "`three`|not by `quantkit|`None`|`7`")
+    for missing in ("tensors", "bits_per_weight"):
+        (out / "quantkit.json").write_text(json.dumps({**made, missing: None}))
+        refused(model, out, CheckpointError, "quantkit.json` has no digest of the tensors, or no bits")
     (out / "quantkit.json").write_text(json.dumps({**made, "conversion": {"facts": {}, "files": None}}))
     refused(model, out, CheckpointError, "was made by a conversion")
     (out / "quantkit.json").write_text(json.dumps({**made, "facts": {**made["facts"], "rule": "('.*:bits=8',)"}}))
@@ -337,6 +341,19 @@ def test_best_is_not_for_exl2(tmp_path: Path) -> None:
     model = tiny.write_model(tmp_path / "model", **SHAPE)
     quantize(model, tmp_path / "out", format="exl2", bpw=4.5, group_size=128, bits=4)
     refused(model, tmp_path / "out", UsageError, "`--effort best` has no meaning with `--format exl2`", effort="best")
+
+
+def test_a_tensor_that_would_not_be_as_it_was_is_caught(model: Path, out: Path, monkeypatch) -> None:
+    before, put, read = contents(out), redo.put_in_their_place, Checkpoint.tensor
+
+    def spoiled(*given: object):
+        monkeypatch.setattr(Checkpoint, "tensor", lambda self, name: read(self, name) * (2 if name == NORM else 1))
+        return put(*given)
+
+    monkeypatch.setattr(redo, "put_in_their_place", spoiled)
+    with pytest.raises(GateError, match="or not those alone"):
+        again(model, out)
+    assert contents(out) == before
 
 
 # Around it

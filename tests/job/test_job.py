@@ -297,3 +297,18 @@ def test_a_place_that_cannot_be_made_has_words(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"`.*file/job` cannot be written") as caught:
         Job(tmp_path / "file" / "job")
     assert "--job" in caught.value.hint
+
+
+def test_homes_say_which_file_has_a_tensor(tmp_path: Path) -> None:
+    with begun(tmp_path / "job") as job:
+        with job.step("block 2") as step:
+            step.add("weight", WEIGHT)
+            step.finish({"error": 0.2})
+        with job.step("block 3") as step:
+            step.finish({"error": 0.3})
+        (home,) = job.homes("block 2").values()
+        assert home.path.parent == tmp_path / "job" and home.entries["weight"].shape == tuple(WEIGHT.shape)
+        assert job.homes("block 3") == {}
+        home.path.write_bytes(b"no header")
+        with pytest.raises(JobError, match=r"`block 2` in .* is damaged"):
+            job.homes("block 2")
