@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.kernels import multiply
+from quantkit.kernels import multiply, rounding
 from quantkit.kernels.planes import STRIP, UNIT, Planes
 from quantkit.kernels.program import Program
 
@@ -23,7 +23,7 @@ def padded(rows: int) -> int:
 
 
 class Rounded:
-    """Memory for `rows` rows of `width` inputs as `multiply.rounding` leaves them; see `padded`."""
+    """Memory for `rows` rows of `width` inputs as `rounding.round_rows` leaves them; see `padded`."""
 
     def __init__(self, rows: int, width: int) -> None:
         assert rows == padded(rows) and width % UNIT == 0
@@ -39,7 +39,7 @@ class Rounded:
         """x float32 [rows, width], its values in `order`, int64 [width], or as they stand."""
         assert x.shape == (self.rows, self.width)
         operands = (x, order, self.rows, x.shape[1], self.width // UNIT, *self._parts)
-        program.add(multiply.rounding(), operands, waits=waits)
+        program.add(rounding.round_rows(), operands, waits=waits)
 
     def add_product(
         self, program: Program, planes: Planes, y: Tensor, column: int, bias: Tensor | None = None

@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -17,13 +19,28 @@ LEAST_WORK = 2_000_000
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at first use, without the interpreter lock, and keep the result on disk where a folder can be written.
 
-    Numba looks for NUMBA_CACHE_DIR, the folder of the source, then the user's cache folder. Its cache follows the
-    source file of the kernel alone: keep the intrinsics that a kernel uses in the same file.
+    Numba looks for NUMBA_CACHE_DIR, the folder of the source, then the user's cache folder.
     """
+    function = marked(function)
     try:
         return numba.njit(cache=True, nogil=True, **options())(function)
     except RuntimeError:  # no folder can be written
         return numba.njit(nogil=True, **options())(function)
+
+
+def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, kept under another name for each state of the kernels' sources: Numba's cache looks at the file of the
+    kernel alone, and would miss a change of what it calls."""
+    function.__qualname__ = f"{function.__qualname__}_{_state_of_sources()}"
+    return function
+
+
+@cache
+def _state_of_sources() -> str:
+    digest = sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def options() -> dict[str, Any]:

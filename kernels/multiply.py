@@ -3,7 +3,7 @@
 A vector has 16 lanes of 32 bits, and the lanes are 16 neighbouring output columns, a strip. A kernel walks down the
 rows of a strip, a unit of 32 rows after the other, and takes four rows of it at once, a byte for each code.
 
-    integer products  x is rounded to 16-bit integers, a scale for each unit (`rounding`), and taken apart into two
+    integer products  x is rounded to 16-bit integers, a scale for each unit (`rounding.py`), and taken apart into two
                       bytes: X = 256·h + l. Two `vpdpbusd` (AVX-512 VNNI) multiply the codes with h and with l, exactly,
                       and what is summed in float32 is one number for each unit. x is off by at most 1/65024 of the
                       largest of its unit, less than bfloat16 is off (1/512 of each value); weights are not rounded
@@ -12,8 +12,7 @@ rows of a strip, a unit of 32 rows after the other, and takes four rows of it at
 All sums are float32 fused multiply-adds, in an order that depends on the row's own data alone: a row gets the same
 bits in every batch of up to `FEW_ROWS` rows.
 
-Numba has no vectors: `Vector` is a type of its own, and each intrinsic emits LLVM instructions. Codes stay 32 bits
-wide, where plain Numba would widen them to 64.
+Each intrinsic emits LLVM instructions (`lanes.py`). Codes stay 32 bits wide, where plain Numba would widen them to 64.
 """
 
 from collections.abc import Callable
@@ -24,29 +23,39 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
-from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
+from numba.extending import intrinsic
 
 from quantkit.kernels.jit import compiled, targets
+from quantkit.kernels.lanes import (
+    FLOAT,
+    HALF,
+    I8,
+    I16,
+    I32,
+    I64,
+    VECTOR,
+    broadcast,
+    call,
+    every,
+    multiply_add,
+    vector_of,
+    vectors,
+)
 from quantkit.kernels.planes import PLANES, STRIP, UNIT
 from quantkit.kernels.program import operation, pointer
 
 QUADS = UNIT // 4
 # A product of 64 unsigned with 64 signed bytes, summed by fours, in one instruction.
 HAS_BYTE_PRODUCTS = targets("avx512vnni")
-# Of the 16-bit integers that stand for x: the high byte of the largest is 127.
-LARGEST = 127 * 256
-FLOAT, HALF = ir.FloatType(), ir.HalfType()
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 @cache
 def integer_product(bits: int, rows: int) -> Any:
     """The operation that adds `x · weight` of one section to y, `rows` rows at a time.
 
-    Operands, sizes in brackets: x codes, scales, sums as `rounding` makes them [m, units], m, units; low, high, scales,
-    zeros of the section; strips, its units, groups, whether scales are float16, whether zeros are one for all; starts,
-    offset; y float32 [m, width], width, first column; what y becomes first: 1 zeros, 2 bias, 0 stays; bias float32.
+    Operands: codes, scales and sums of x as `rounding.round_rows` makes them, m, units; low, high, scales, zeros of the
+    section; strips, its units, groups, whether scales are float16, whether zeros are one for all; starts, offset; y
+    float32 [m, width], width, first column; what y becomes first: 1 zeros, 2 bias, 0 stays; bias float32.
     m is a multiple of `rows`.
     """
     width, upper = PLANES[bits]
@@ -136,107 +145,36 @@ def panel(bits: int) -> Callable[..., Any]:
     return kernel
 
 
-@cache
-def rounding() -> Any:
-    """The operation that rounds x to 16-bit integers, in units of 32: `x ≈ X · scale`, X = 256·h + l.
-
-    Operands: x float32 [m, width], int64 order [units·32] in which its values are taken, or 0; m, width, units; what
-    comes out: codes int8 [m, units, 64], h of the 32 values and then l, scales float32 [m, units], NaN where a value is
-    NaN or infinite, which makes the products NaN, and sums int32 [m, units] of X.
-    """
-    return operation(_round)
-
-
-def _round(thread, threads, arguments):  # type: ignore[no-untyped-def]
-    a = carray(pointer(arguments), 8, np.int64)
-    m, width, units = a[2], a[3], a[4]
-    x = carray(pointer(a[0]), (m, width), np.float32)
-    order = carray(pointer(a[1]), units * UNIT, np.int64)
-    codes = carray(pointer(a[5]), (m, units, 2 * UNIT), np.int8)
-    scales = carray(pointer(a[6]), (m, units), np.float32)
-    sums = carray(pointer(a[7]), (m, units), np.int32)
-    values, integers = np.empty(UNIT, np.float32), np.empty(UNIT, np.int32)
-    for place in range(m * units * thread // threads, m * units * (thread + 1) // threads):
-        row, unit = place // units, place % units
-        if a[1]:
-            for k in range(UNIT):
-                values[k] = x[row, order[unit * UNIT + k]]
-        else:
-            for k in range(UNIT):
-                values[k] = x[row, unit * UNIT + k]
-        top, wrong = np.float32(0), np.float32(0)
-        for k in range(UNIT):
-            top = max(top, abs(values[k]))
-            wrong += values[k] * np.float32(0)
-        inverse = np.float32(0)
-        if wrong == 0 and top > np.float32(1e-30):
-            inverse = np.float32(LARGEST) / top
-        total = np.int32(0)
-        for k in range(UNIT):
-            integers[k] = np.int32(np.rint(values[k] * inverse)) if inverse > 0 else np.int32(0)
-        for k in range(UNIT):
-            upper = (integers[k] + 128) >> 8
-            codes[row, unit, k] = upper
-            codes[row, unit, UNIT + k] = integers[k] - (upper << 8)
-            total += integers[k]
-        scales[row, unit] = top * np.float32(1 / LARGEST) + wrong
-        sums[row, unit] = total
-
-
 # --- LLVM building blocks: plain functions from a builder and values to values
 
 
-def _vector(element: ir.Type, lanes: int = STRIP) -> ir.VectorType:
-    return ir.VectorType(element, lanes)
-
-
-def _every(element: ir.Type, value: Any) -> ir.Constant:
-    """A constant with the same value in every lane."""
-    return ir.Constant(_vector(element), [value] * STRIP)
-
-
-def _broadcast(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """A scalar in every lane."""
-    undefined = ir.Constant(_vector(value.type), ir.Undefined)
-    return b.shuffle_vector(b.insert_element(undefined, value, I32(0)), undefined, _every(I32, 0))
-
-
 def _load(b: ir.IRBuilder, pointer: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
-    return b.load(b.bitcast(b.gep(pointer, [index]), kind.as_pointer()), align=1 if kind == _vector(I8) else 2)
-
-
-def _call(b: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Value]) -> ir.Value:
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
-
-
-def _multiply_add(b: ir.IRBuilder, one: ir.Value, other: ir.Value, total: ir.Value) -> ir.Value:
-    return _call(b, "llvm.fma.v16f32", _vector(FLOAT), [one, other, total])
+    return b.load(b.bitcast(b.gep(pointer, [index]), kind.as_pointer()), align=1 if kind == vector_of(I8) else 2)
 
 
 def _round_to_half(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """float32 lanes rounded to what float16 holds, ties to even."""
-    return b.fpext(b.fptrunc(value, _vector(HALF)), _vector(FLOAT))
+    return b.fpext(b.fptrunc(value, vector_of(HALF)), vector_of(FLOAT))
 
 
 def _bfloat_bits(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """float32 lanes, finite, as the bits of the nearest bfloat16, ties to even."""
-    bits = b.bitcast(value, _vector(I32))
-    odd = b.and_(b.lshr(bits, _every(I32, 16)), _every(I32, 1))
-    rounded = b.add(bits, b.add(odd, _every(I32, 0x7FFF)))
-    return b.trunc(b.lshr(rounded, _every(I32, 16)), _vector(I16))
+    bits = b.bitcast(value, vector_of(I32))
+    odd = b.and_(b.lshr(bits, every(I32, 16)), every(I32, 1))
+    rounded = b.add(bits, b.add(odd, every(I32, 0x7FFF)))
+    return b.trunc(b.lshr(rounded, every(I32, 16)), vector_of(I16))
 
 
 def _mask(width: int, place: int = 0) -> ir.Constant:
     """`width` ones from bit `place` on in every byte."""
-    return _every(I32, (((1 << width) - 1) << place) * 0x01010101)
+    return every(I32, (((1 << width) - 1) << place) * 0x01010101)
 
 
 def _words(b: ir.IRBuilder, plane: Any, width: int, strip: ir.Value, unit: ir.Value, word: ir.Value) -> ir.Value:
     """Word `word` of all lanes of a plane of this width."""
     units = cgutils.unpack_tuple(b, plane.shape)[1]
     place = b.add(b.mul(b.add(b.mul(strip, units), unit), I64(width)), word)
-    return _load(b, plane.data, b.mul(place, I64(STRIP)), _vector(I32))
+    return _load(b, plane.data, b.mul(place, I64(STRIP)), vector_of(I32))
 
 
 def _quad(b: ir.IRBuilder, low: Any, high: Any, bits: int, strip: ir.Value, unit: ir.Value, quad: ir.Value) -> ir.Value:
@@ -248,15 +186,15 @@ def _quad(b: ir.IRBuilder, low: Any, high: Any, bits: int, strip: ir.Value, unit
         each = 8 // width  # fours of rows in a word
         word = _words(b, plane, width, strip, unit, b.udiv(quad, I64(each)))
         if width < 8:
-            shift = _broadcast(b, b.trunc(b.mul(b.urem(quad, I64(each)), I64(width)), I32))
+            shift = broadcast(b, b.trunc(b.mul(b.urem(quad, I64(each)), I64(width)), I32))
             word = b.and_(b.lshr(word, shift), _mask(width))
-        parts.append(b.shl(word, _every(I32, below)) if below else word)
+        parts.append(b.shl(word, every(I32, below)) if below else word)
     return parts[0] if len(parts) == 1 else b.or_(*parts)
 
 
 def _code(b: ir.IRBuilder, quad: ir.Value, row: int) -> ir.Value:
     """The codes of one of the four rows as float32."""
-    return b.uitofp(b.and_(b.lshr(quad, _every(I32, 8 * row)), _every(I32, 255)), _vector(FLOAT))
+    return b.uitofp(b.and_(b.lshr(quad, every(I32, 8 * row)), every(I32, 255)), vector_of(FLOAT))
 
 
 def _weight(b: ir.IRBuilder, quad: ir.Value, row: int, scale: ir.Value, zero: ir.Value) -> ir.Value:
@@ -268,34 +206,7 @@ def _unpacked(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any, ind
     return [cgutils.create_struct_proxy(signature.args[i])(context, b, arguments[i]) for i in indices]
 
 
-# --- Numba types and intrinsics
-
-
-class Vector(types.Type):
-    """16 float32 lanes."""
-
-    def __init__(self) -> None:
-        super().__init__(name="Float32x16")
-
-
-VECTOR = Vector()
-
-
-@register_model(Vector)
-class VectorModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _vector(FLOAT))
-
-
-@intrinsic(prefer_literal=True)
-def vectors(typing, count):  # type: ignore[no-untyped-def]
-    """`count` vectors of zeros."""
-    kind = types.UniTuple(VECTOR, count.literal_value)
-
-    def emit(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        return context.make_tuple(b, kind, [_every(FLOAT, 0.0)] * kind.count)
-
-    return kind(count), emit
+# --- intrinsics
 
 
 @intrinsic
@@ -307,12 +218,12 @@ def grid(typing, scales, zeros, strip, group):  # type: ignore[no-untyped-def]
         scales, zeros = _unpacked(context, b, signature, arguments, (0, 1))
         stored = signature.args[0].dtype
         place = b.add(b.mul(arguments[2], cgutils.unpack_tuple(b, scales.shape)[1]), arguments[3])
-        scale = _load(b, scales.data, b.mul(place, I64(STRIP)), _vector(FLOAT if stored == types.float32 else I16))
-        scale = scale if stored == types.float32 else b.fpext(b.bitcast(scale, _vector(HALF)), _vector(FLOAT))
+        scale = _load(b, scales.data, b.mul(place, I64(STRIP)), vector_of(FLOAT if stored == types.float32 else I16))
+        scale = scale if stored == types.float32 else b.fpext(b.bitcast(scale, vector_of(HALF)), vector_of(FLOAT))
         alone = b.icmp_unsigned("==", cgutils.unpack_tuple(b, zeros.strides)[0], I64(STRIP))
         common = b.and_(alone, b.icmp_unsigned("==", cgutils.unpack_tuple(b, zeros.shape)[0], I64(1)))
         place = b.select(common, I64(0), place)
-        zero = b.uitofp(_load(b, zeros.data, b.mul(place, I64(STRIP)), _vector(I8)), _vector(FLOAT))
+        zero = b.uitofp(_load(b, zeros.data, b.mul(place, I64(STRIP)), vector_of(I8)), vector_of(FLOAT))
         return context.make_tuple(b, kind, [scale, zero])
 
     return kind(scales, zeros, strip, group), emit
@@ -329,21 +240,21 @@ def multiply_integers(typing, part, zero, codes, x_scales, sums, place, low, hig
         units = cgutils.unpack_tuple(b, scales.shape)[1]
         places = [b.add(b.mul(units, I64(row)), arguments[5]) for row in range(rows)]
         inputs = [b.bitcast(b.gep(codes.data, [b.mul(place, I64(2 * UNIT))]), I32.as_pointer()) for place in places]
-        products = [[_every(I32, 0)] * 2 for _ in range(rows)]
+        products = [[every(I32, 0)] * 2 for _ in range(rows)]
         for index in range(QUADS):
             quad = _quad(b, low, high, width, arguments[8], arguments[9], I64(index))
             for row in range(rows):
                 for byte in range(2):
-                    four = _broadcast(b, b.load(b.gep(inputs[row], [I64(byte * QUADS + index)])))
+                    four = broadcast(b, b.load(b.gep(inputs[row], [I64(byte * QUADS + index)])))
                     operands = [products[row][byte], quad, four]
-                    products[row][byte] = _call(b, "llvm.x86.avx512.vpdpbusd.512", _vector(I32), operands)
-        middle = b.fptosi(arguments[1], _vector(I32))
+                    products[row][byte] = call(b, "llvm.x86.avx512.vpdpbusd.512", vector_of(I32), operands)
+        middle = b.fptosi(arguments[1], vector_of(I32))
         for row in range(rows):
             high_bytes, low_bytes = products[row]
-            offset = b.mul(middle, _broadcast(b, b.load(b.gep(sums.data, [places[row]]))))
-            whole = b.sub(b.add(b.shl(high_bytes, _every(I32, 8)), low_bytes), offset)
-            scale = _broadcast(b, b.load(b.gep(scales.data, [places[row]])))
-            totals[row] = _multiply_add(b, b.sitofp(whole, _vector(FLOAT)), scale, totals[row])
+            offset = b.mul(middle, broadcast(b, b.load(b.gep(sums.data, [places[row]]))))
+            whole = b.sub(b.add(b.shl(high_bytes, every(I32, 8)), low_bytes), offset)
+            scale = broadcast(b, b.load(b.gep(scales.data, [places[row]])))
+            totals[row] = multiply_add(b, b.sitofp(whole, vector_of(FLOAT)), scale, totals[row])
         return context.make_tuple(b, signature.args[0], totals)
 
     return part(part, zero, codes, x_scales, sums, place, low, high, strip, unit, bits), emit
@@ -364,8 +275,8 @@ def multiply_floats(typing, total, scale, zero, x, place, low, high, strip, unit
             weight = _weight(b, four, n, arguments[1], arguments[2])
             for row in range(rows):
                 place = b.add(b.add(b.mul(length, I64(row)), first), I64(n))
-                value = _broadcast(b, b.load(b.gep(x.data, [place])))
-                totals[row] = _multiply_add(b, weight, value, totals[row])
+                value = broadcast(b, b.load(b.gep(x.data, [place])))
+                totals[row] = multiply_add(b, weight, value, totals[row])
         return context.make_tuple(b, signature.args[0], totals)
 
     return total(total, scale, zero, x, place, low, high, strip, unit, quad, bits), emit
@@ -399,7 +310,7 @@ def scaled(typing, total, part, scale):  # type: ignore[no-untyped-def]
 
     def emit(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         totals, parts = cgutils.unpack_tuple(b, arguments[0]), cgutils.unpack_tuple(b, arguments[1])
-        found = [_multiply_add(b, part, arguments[2], total) for total, part in zip(totals, parts, strict=True)]
+        found = [multiply_add(b, part, arguments[2], total) for total, part in zip(totals, parts, strict=True)]
         return context.make_tuple(b, signature.args[0], found)
 
     return total(total, part, scale), emit

@@ -23,7 +23,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from quantkit.kernels.jit import compiled, options, pool
+from quantkit.kernels.jit import compiled, marked, options, pool
 
 I64 = ir.IntType(64)
 # Looks at a barrier before the processor is offered to others: about two microseconds.
@@ -36,7 +36,7 @@ Operand = np.ndarray | Tensor | int | None
 
 def operation(function: Callable[..., Any], **more: Any) -> Any:
     """Compile `function(thread, threads, arguments)`, three int64, as C; `.address` is where it is."""
-    signature = types.void(types.int64, types.int64, types.int64)
+    signature, function = types.void(types.int64, types.int64, types.int64), marked(function)
     try:
         return numba.cfunc(signature, cache=True, **{**options(), **more})(function)
     except RuntimeError:  # no folder can be written

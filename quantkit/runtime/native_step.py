@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantkit.formats.dense import DenseTensor
 from quantkit.formats.repacked import RepackedTensor
+from quantkit.kernels import attention as attending
 from quantkit.kernels import operations
 from quantkit.kernels.integers import Rounded, padded
 from quantkit.kernels.planes import Planes
@@ -99,17 +100,17 @@ class NativeStep:
         weights = [attention.norms[role].weight if attention.norms else None for role in "qk"]
         epsilon = np.array([attention.norms["q"].epsilon if attention.norms else 0], np.float32)
         cos, sin = self._rotations[attention.rope]
-        pages = (*operations.place(keys), *operations.place(values))
+        pages = (*attending.place(keys), *attending.place(values))
         sizes = (self.rows, heads, kv_heads, dim)
         self._program.add(
-            operations.rope_append(keys.bits, values.bits),
+            attending.rope_append(keys.bits, values.bits),
             (qkv, cos, sin, *weights, epsilon, self._slots, *pages, *sizes, cos.shape[1]),
         )
         mixed = torch.empty(self.rows, heads * dim)
         scale = np.array([attention.scale], np.float32)
         reads = (self._table, self._lengths, self._scores, scale, attention.window or 0)
         self._program.add(
-            operations.attend(keys.bits, values.bits), (qkv, mixed, *pages, *reads, *sizes, self.pages)
+            attending.attend(keys.bits, values.bits), (qkv, mixed, *pages, *reads, *sizes, self.pages)
         )
         self._add_products(attention.output.linears, mixed, self._update)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit import kernels
-from quantkit.kernels import integers, jit, multiply
+from quantkit.kernels import integers, jit, multiply, rounding
 from quantkit.kernels.cpu import FEW_ROWS, FEW_ROWS_OF_INTEGERS, _multiply_few
 from quantkit.kernels.planes import HUGE_PAGE, UNIT, Planes, empty_plane
 from quantkit.kernels.program import Program
@@ -46,12 +46,12 @@ def test_a_row_gets_the_same_bits_in_every_small_batch(bits: int, dtype: torch.d
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """X int32, scales and sums of `rounding`, X put together from its bytes."""
+    """X int32, scales and sums of `round_rows`, X put together from its bytes."""
     m, units = x.shape[0], x.shape[1] // UNIT
     codes, scales = np.empty((m, units, 2 * UNIT), np.int8), np.empty((m, units), np.float32)
     sums = np.empty((m, units), np.int32)
     program = Program()
-    program.add(multiply.rounding(), (x, None, m, x.shape[1], units, codes, scales, sums))
+    program.add(rounding.round_rows(), (x, None, m, x.shape[1], units, codes, scales, sums))
     program.run(2)
     upper, lower = torch.from_numpy(codes).to(torch.int32).split(UNIT, 2)
     return 256 * upper + lower, torch.from_numpy(scales), torch.from_numpy(sums)
@@ -62,9 +62,9 @@ def test_rows_are_rounded_to_sixteen_bits_of_the_largest_of_each_unit() -> None:
     found, scales, sums = _rounded(x)
     units = x.view(5, 3, UNIT)
     assert torch.equal(found.sum(2), sums)
-    assert torch.equal(found.abs().amax(2)[:4], torch.full((4, 3), multiply.LARGEST))
+    assert torch.equal(found.abs().amax(2)[:4], torch.full((4, 3), rounding.LARGEST))
     off = (found * scales[:, :, None] - units).abs().amax(2)
-    assert bool((off <= units.abs().amax(2) / (2 * multiply.LARGEST) * 1.005).all())
+    assert bool((off <= units.abs().amax(2) / (2 * rounding.LARGEST) * 1.005).all())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
