@@ -123,7 +123,7 @@ class DecodeStep:
         self._hidden.copy_(self._rounded.copy_(self._embedded)).mul_(self._scale)
         update = None
         for layer, block in enumerate(model.blocks):
-            weights.workspace.enter("even layers" if layer % 2 == 0 else "odd layers")  # `update` outlives its layer
+            weights.workspace.enter("layers")  # the first operation reads `update`, and writes into other memory
             update = self._block(layer, block, update)
         weights.workspace.enter("ends")
         head = model.head
