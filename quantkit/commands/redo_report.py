@@ -67,7 +67,8 @@ class RedoReport:
 
     def verdict(self) -> str:
         if self.judgement is None:
-            return "in place, not measured; the whole command with `--overwrite` gives back what was there"
+            back = "the whole command with `--overwrite` gives back what was there before any redo"
+            return f"in place, not measured; {back}"
         if self.kept:
             return "in place"
         return f"NOT kept, as it is worse: `{self.out}` is as it was; to have it all the same, add `--no-eval`"
@@ -90,13 +91,13 @@ class RedoReport:
             "linears": f"{count} of {quantized} quantized ones redone, `{self.pattern}`",
             "effort": f"{self.made.effort} for what was redone{others}",
         }
-        rows = [[name, found.get(name, figure)] for name, figure in self.made.rows()]
+        rows = [["the redo is", self.verdict()], *([name, found.get(name, text)] for name, text in self.made.rows())]
         if self.judgement is not None:
             rows += [
                 ["mean KL before the redo", f"{self.judgement.kl_before:.5f}"],
                 ["mean KL with it", f"{self.judgement.kl_after:.5f}"],
             ]
-        return [*rows, *(["redone earlier", words] for words in self.earlier), ["the redo is", self.verdict()]]
+        return [*rows, *(["redone earlier", words] for words in self.earlier)]
 
     def as_json(self) -> dict[str, Any]:
         return {

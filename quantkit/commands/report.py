@@ -107,7 +107,7 @@ class ModelFacts:
         for name in CALIBRATED:
             if (value := facts.get(name)) != self.made_with.get(name) and not (isinstance(value, bool) and not value):
                 words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-        return shlex.join(words)
+        return shlex.join([*words, "--no-eval"])  # it was kept, be it for what was measured or unmeasured
 
     def as_json(self) -> dict[str, Any]:
         return {

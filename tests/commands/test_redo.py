@@ -412,7 +412,7 @@ def test_a_model_card_claims_no_effort_for_all(model: Path, out: Path) -> None:
     assert _redone(entry).startswith(f"1 linear that match `{DOWN}`, 6 × 32 tokens of `bundled`, seed 0, effort `default`")
     whole, part = facts.command.split(" && ")
     assert "--effort fast" in whole and "--redo" not in whole
-    assert part == f"quantkit quantize MODEL -o out --redo '{DOWN}' --effort default --samples 6"
+    assert part == f"quantkit quantize MODEL -o out --redo '{DOWN}' --effort default --samples 6 --no-eval"
 
 
 def test_an_unfinished_redo_goes_on_and_other_settings_are_refused(model: Path, whole: Path, out: Path, monkeypatch) -> None:
