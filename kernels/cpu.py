@@ -81,8 +81,13 @@ class CpuBackend(ReferenceBackend):
         if not in_order:
             codes = codes[order]
         section = _section(codes, weight.bits, weight.scales, weight.zeros, counts.tolist(), 0)
-        nothing = {name: _no_rows(getattr(weight, name)) for name in ("words", "scales", "zeros")}
-        return Planes((section,), None if in_order else order, replace(weight, **nothing))
+        rest = replace(
+            weight,
+            words=_no_rows(weight.words),
+            scales=_no_rows(weight.scales),
+            zeros=_no_rows(weight.zeros),
+        )
+        return Planes((section,), None if in_order else order, rest)
 
     def gptq_restore(self, repacked: Repacked) -> GptqWeight:
         if not isinstance(repacked, Planes):
