@@ -99,7 +99,7 @@ def factor(
     mean = float(diagonal[live].double().mean())
     flipped = hessian.view_as(hessian).detach() if last else hessian.clone()
     if last:
-        hessian.set_()  # `resize_` would not give its memory up  # type: ignore[call-overload]
+        hessian.set_()  # type: ignore[call-overload]  # `resize_` would not give its memory up
     _permute(flipped, order.flip(0))
     squares = _squares(flipped)
     for step in DAMPING_STEPS:
