@@ -192,10 +192,10 @@ class _Student:
         return [(leaf, SCALE_RATE if name in self._scales else NORM_RATE) for name, leaf in self._changes.items()]
 
     def scales(self) -> dict[str, Tensor]:
-        return {name: self._scale(name).detach() for name in self._scales}
+        return {name: self._scale(name).detach().cpu() for name in self._scales}
 
     def tuned_norms(self) -> dict[str, Tensor]:
-        return {name: self._norm(name).detach() for name in self._norms}
+        return {name: self._norm(name).detach().cpu() for name in self._norms}
 
     def has(self, name: str) -> bool:
         return self._around.has(name)

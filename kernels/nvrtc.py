@@ -102,7 +102,7 @@ def cubin_file(name: str, defines: Defines, architecture: int) -> Path:
         raise BackendError(
             f"NVRTC {compiler.version[0]}.{compiler.version[1]} cannot compile for sm_{architecture}: "
             f"it knows {', '.join(f'sm_{known}' for known in compiler.architectures())}",
-            hint="install the NVRTC of your driver's CUDA version, or use `QUANTKIT_BACKEND=reference`",
+            hint="`pip install --upgrade nvidia-cuda-nvrtc`, or use `QUANTKIT_BACKEND=reference`",
         )
     key = hashlib.sha256()
     for part in (kernel.text, *headers().values(), *compiler_options(defines, architecture), repr(compiler.version)):

@@ -52,7 +52,7 @@ class SimulatedCard:
         self.live = self.peak = self.refused = 0
         self.operations: dict[str, int] = {}
         self._sizes: dict[int, int] = {}
-        self._backend = backend or _PlainTorch
+        self.backend = backend or _PlainTorch
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the card."""
@@ -84,7 +84,7 @@ class SimulatedCard:
             for name, answer in self._answers().items():
                 patch.setattr(torch.cuda, name, answer)
             patch.setattr(torch.version, "cuda", "13.0")
-            patch.setattr(probe, "cuda_backend", self._backend)
+            patch.setattr(probe, "cuda_backend", self.backend)
             kernels._choose.cache_clear()
             places = _Places(self)
             try:
@@ -279,6 +279,8 @@ class _Words(TorchFunctionMode):
                     self._card.put(tensor)
             if from_card != to_card and any(found is tensor for tensor in _tensors((args, kwargs))):
                 return found.clone()
+            if to_card and not self._card.holds(found):  # of Python's numbers: torch makes them before it sees them
+                self._card.put(found)
             return found
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any], on_card: bool) -> Any:

@@ -18,8 +18,8 @@ def card(monkeypatch):
 
 def test_tensors_say_where_they_are(card) -> None:
     made = torch.zeros(3, device=CARD)
-    moved = torch.arange(3).to("cuda")
-    for tensor in (made, moved, made + 1, moved.float(), made[1:], made.new_zeros(2), torch.zeros_like(made), made[None]):
+    moved, listed = torch.arange(3).to("cuda"), torch.tensor([1.0, 2.0], device=CARD)
+    for tensor in (made, moved, listed, made + 1, moved.float(), made[1:], made.new_zeros(2), torch.zeros_like(made), made[None]):
         assert (tensor.device, tensor.is_cuda, tensor.is_cpu) == (torch.device(CARD), True, False)
     for tensor in (torch.zeros(3), made.cpu(), moved.to("cpu", torch.float16), made.new_zeros(2, device="cpu")):
         assert (tensor.device.type, tensor.is_cuda) == ("cpu", False)

@@ -15,7 +15,9 @@ Calibration = Annotated[
 ]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Rows of calibration text; time grows with them.")]
 RowLength = Annotated[int, typer.Option("--length", min=1, help="Tokens in a row.")]
-Device = Annotated[str, typer.Option("--device", help="auto or cpu; cuda is refused so far.")]
+Device = Annotated[
+    str, typer.Option("--device", help="auto (the CPU), cpu, cuda or cuda:1; no GPU has been seen doing it yet.")
+]
 RunDevice = Annotated[
     str, typer.Option("--device", help="auto, cpu, cuda (several if one is too small), or cuda:0,cuda:1.")
 ]

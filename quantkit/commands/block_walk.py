@@ -10,9 +10,15 @@ from itertools import count
 from torch import Tensor
 
 from quantkit.calibration.stream import ActivationStream
-from quantkit.commands.quantize_job import Subject
+from quantkit.commands.memory_budget import WALK_TOKENS
+from quantkit.commands.quantize_job import Subject, on_gpu
 from quantkit.job.job import Job
 from quantkit.models.transformer import load_embedding
+
+
+def walk_tokens(subject: Subject) -> int:
+    """Of a file. On a GPU it does not depend on what is free there at the moment: a job goes on with what it has."""
+    return WALK_TOKENS if on_gpu(subject.placement) else subject.budget.walk_tokens
 
 
 class BlockWalk:
@@ -32,25 +38,21 @@ class BlockWalk:
         """The states before the first block that is not done."""
         name = self.step(self.done)
         rows = self._subject.rows
-        batch_rows = max(1, self._subject.budget.walk_tokens // rows.shape[1])
+        batch_rows = max(1, walk_tokens(self._subject) // rows.shape[1])
         if self.done:
             self._job.keep_states(name)
             seal = self._job.value(self.step(self.done - 1))["states"]
             folder, width = self._job.states(name), self._subject.config.hidden_size
             return ActivationStream.resume(folder, seal, rows, batch_rows=batch_rows, hidden_size=width)
-        placement = self._subject.placement
-        embedding = load_embedding(
+        embedding = load_embedding(  # on the CPU: rows are looked up, once
             self._subject.checkpoint,
             self._subject.config,
             self._subject.architecture,
-            placement.dtype,
-            placement.device,
+            self._subject.placement.dtype,
         )
         self._job.keep_states()
         folder = self._job.new_states(name)
-        return ActivationStream.start(
-            lambda ids: embedding(ids.to(placement.device)), rows, batch_rows=batch_rows, folder=folder
-        )
+        return ActivationStream.start(embedding, rows, batch_rows=batch_rows, folder=folder)
 
     def follow(
         self, stream: ActivationStream, run_block: Callable[[Tensor], Tensor], index: int

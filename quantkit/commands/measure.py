@@ -9,6 +9,7 @@ nats of KL, the Fisher form ½ tr(G ΔWᵀ H ΔW); H is that of tokens weighted 
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from torch import Tensor
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.checkpoint.fingerprint import in_form
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.commands.block_hessians import ReadyStage, ready_stages
 from quantkit.commands.block_walk import BlockWalk
+from quantkit.commands.descent import Descent, noted_by, planned
+from quantkit.commands.measure_block import BlockMeasured
 from quantkit.commands.measure_check import (
     check_prediction,
     checked_blocks,
@@ -31,21 +33,28 @@ from quantkit.commands.measure_check import (
 from quantkit.commands.measure_outline import outline, subject_layouts
 from quantkit.commands.measure_report import MeasureReport
 from quantkit.commands.memory_limit import heap_settled_after, limited, tell_excess
-from quantkit.commands.quantize_block import naming
-from quantkit.commands.quantize_job import Subject, choose_placement, open_model, open_subject, require_finite
+from quantkit.commands.quantize_job import (
+    UNTRIED,
+    Subject,
+    choose_placement,
+    on_gpu,
+    open_model,
+    open_subject,
+    require_finite,
+)
 from quantkit.commands.quantize_rehearsal import peak_memory
 from quantkit.commands.resumption import facts_of, job_place
 from quantkit.commands.sensitivity import RunBackward, run_backward
 from quantkit.errors import PlanError
-from quantkit.formats import exl2, exl2_layout
-from quantkit.formats.codec import Codes, Layout, StoredTensor
-from quantkit.formats.exl2 import Exl2Codec
+from quantkit.formats import exl2
+from quantkit.formats.codec import StoredTensor
 from quantkit.job.identity import identify, remembered
 from quantkit.job.job import Facts, Job, differing
 from quantkit.measurement import (
     KIND,
     VERSION,
     Candidate,
+    Check,
     MeasuredLinear,
     Measurement,
     load_json,
@@ -53,12 +62,11 @@ from quantkit.measurement import (
     save_json,
 )
 from quantkit.models.architecture import LinearSpec
-from quantkit.models.linear import Linear
-from quantkit.models.transformer import Rotary, load_block
 from quantkit.plan import kind_of
 from quantkit.progress import Progress, Tqdm
 from quantkit.settings import MeasureSettings
-from quantkit.solver.gptq import find_energies, solve_together
+
+CHECK = "measure check"
 
 
 def measure(model: str | Path, out: str | Path, *, progress: Progress | None = None, **options: Any) -> MeasureReport:
@@ -88,7 +96,7 @@ def run(
     place = Path(os.path.realpath(settings.out))
     with Job(job_place(settings.job, place, checkpoint.path)) as kept:
         subject = open_subject(checkpoint, settings, placement)
-        subject = limited(subject, settings.max_memory, weighs=True, measures=True)
+        subject = limited(subject, settings.max_memory, weighs=True, measures=True, progress=progress)
         model = identify(checkpoint.original, kept.hints.get("model"), progress)
         facts = facts_of("measure", settings, subject, model)
         if place.exists():
@@ -99,15 +107,18 @@ def run(
                 return MeasureReport(settings.out, found, finished_before=True)
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         require_finite(checkpoint, progress)
+        if on_gpu(placement):
+            progress.say(f"note: {UNTRIED}")
         sensitivity = backward(subject, kept, settings.seed, progress).found
         weights = in_form(model.weights, checkpoint)
         measurement = measure_model(
             subject, kept, weights, sensitivity, settings.calibration, settings.seed, progress, check=True
         )
         save_json(place, {**measurement.as_json(), "made_with": dict(facts)})
+        fallbacks = (*planned(subject), *noted_by(kept))
         kept.complete()
     tell_excess(settings.max_memory, peak_memory(), progress)
-    return MeasureReport(settings.out, measurement)
+    return MeasureReport(settings.out, measurement, fallbacks=fallbacks)
 
 
 def _finished_before(file: Path, facts: Facts, *, overwrite: bool) -> Measurement | None:
@@ -156,11 +167,9 @@ def measure_model(
     wanted = {linear.name for linear in planned.linears if linear.candidates}
     found = {linear.name: linear for linear in planned.dense}
     squares = _with_unreached(sensitivity.outputs, subject)
-    device, dtype = subject.placement.device, subject.placement.dtype
-    rotary = Rotary.at(subject.config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
     coarse = {linear.name: checked_candidate(linear).mix for linear in planned.linears if linear.candidates}
     checked = checked_blocks(subject.config.num_layers) if check else []
-    walk = BlockWalk(subject, job, "measure")
+    walk, descent = BlockWalk(subject, job, "measure"), Descent(subject, progress)
     worst = 0.0
     for index in range(walk.done):
         done = _read(job.value(walk.step(index)), specs)
@@ -172,29 +181,23 @@ def measure_model(
         stream = walk.open() if walk.done < subject.config.num_layers else None
         for index in range(walk.done, subject.config.num_layers):
             assert stream is not None
-            block = load_block(subject.checkpoint, subject.config, subject.architecture, index, dtype, device)
-            own: dict[str, MeasuredLinear] = {}
-            kept = _Kept(coarse)
-            stages = ready_stages(
-                block, stream, rotary, wanted, sensitivity, judged=True, hessian_bytes=subject.budget.hessian_bytes
-            )
-            for ready in stages:
-                for name, candidates in _measure_stage(block.linears, ready, specs, layouts, squares, kept).items():
-                    spec = specs[name]
-                    own[name] = MeasuredLinear(name, spec.in_features, spec.out_features, candidates)
-                    task.advance(note=f"block {index}, {kind_of(name)}")
+            descent.begin(f"block {index}, measured")
+            made = BlockMeasured(subject, index, specs, layouts, squares, coarse, task)
+            descent.run(partial(made.solve, stream, wanted, sensitivity))
+            own = made.found
             seal = None
             if index + 1 < subject.config.num_layers:
 
                 def run_block(hidden: Tensor) -> Tensor:
-                    return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next block is read
+                    return descent.run(partial(made.run, hidden))  # noqa: B023 - called before the next block is read
 
                 stream, seal = walk.follow(stream, run_block, index)
+            made.forget()
             with job.step(walk.step(index)) as step:
                 if index in checked or (check and coarse_damage(own.values()) > worst):
-                    for name, tensor in kept.tensors.items():
+                    for name, tensor in made.kept.tensors.items():
                         step.add(name, tensor)
-                step.finish({"linears": _written(own), "states": seal})
+                step.finish({"linears": _written(own), "states": seal, "fallbacks": descent.noted()})
             walk.leave(index)
             found |= own
             worst = max(worst, coarse_damage(own.values()))
@@ -204,26 +207,20 @@ def measure_model(
     linears = tuple(found[name] for name in specs)
     blocks = sorted({*checked, worst_block(linears)}) if check else []
     perturbed = {index: _stored(job.tensors(walk.step(index)), specs) for index in blocks}
+    checks: tuple[Check, ...] = ()
+    if check:
+        descent.begin("check")
+        checks = descent.run(lambda own: check_prediction(own, linears, perturbed, progress), whole=True)
+        if descent.found():
+            with job.step(CHECK) as step:
+                step.finish({"fallbacks": descent.noted()})
     return replace(
         planned,
         model=model,
         calibration=calibration,
         linears=linears,
-        checks=check_prediction(subject, linears, perturbed, progress) if check else (),
+        checks=checks,
     )
-
-
-class _Kept:
-    """The linears of a block, each in the mix that a check of the prediction wants: `tensors` by name on disk."""
-
-    def __init__(self, mixes: Mapping[str, str]) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._mixes = mixes
-
-    def add(self, linear: Linear, mix: str, codec: Exl2Codec, codes: Codes) -> None:
-        if self._mixes[linear.name] == mix:
-            stored = codec.encode(codes, linear.stored.bias)
-            self.tensors |= {f"{linear.name}.{suffix}": tensor for suffix, tensor in stored.tensors().items()}
 
 
 def _stored(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str, LinearSpec]) -> dict[str, StoredTensor]:
@@ -259,39 +256,3 @@ def _with_unreached(found: Mapping[str, Tensor], subject: Subject) -> dict[str, 
         kinds.setdefault(kind_of(name), []).append(squares)
     least = {kind: min(squares, key=lambda own: float(own.sum())) for kind, squares in kinds.items()}
     return {spec.name: found.get(spec.name, least[kind_of(spec.name)]) for spec in subject.linears}
-
-
-def _measure_stage(
-    linears: Mapping[str, Linear],
-    ready: ReadyStage,
-    specs: Mapping[str, LinearSpec],
-    layouts: Mapping[str, Mapping[str, Layout]],
-    squares: Mapping[str, Tensor],
-    kept: _Kept,
-) -> dict[str, tuple[Candidate, ...]]:
-    """Linears that read one input, solved side by side in one layout after another.
-
-    Judged by the Hessian of the tokens whose gradients they are: in that of all tokens a few of huge norm, which hardly
-    matter to the predictions, can outweigh the rest.
-    """
-    weights = [linears[name].weight() for name in ready.names]
-    trace = float(len(weights[0])) if ready.factor is None else ready.factor.trace
-    if ready.judge is not None:
-        trace = float(ready.judge.trace())
-    energies = None if ready.factor is None else find_energies(weights, ready.factor)
-    found: dict[str, list[Candidate]] = {name: [] for name in ready.names}
-    for mix, layout in layouts[ready.names[0]].items():
-        codec = Exl2Codec(layout)
-        with naming(ready.names[0]):
-            solutions = solve_together(weights, ready.factor, codec, energies=energies)
-        for name, weight, solution in zip(ready.names, weights, solutions, strict=True):
-            spec = specs[name]
-            losses = solution.losses
-            if ready.judge is not None:
-                error = weight - solution.codes.dequantize()
-                losses = (error * (ready.judge @ error)).sum(0, dtype=torch.float64)
-            bits = exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias)
-            damage = 0.5 * float((losses.cpu() * squares[name]).sum()) / trace
-            found[name].append(Candidate(mix, bits, solution.error, damage))
-            kept.add(linears[name], mix, codec, solution.codes)
-    return {name: tuple(candidates) for name, candidates in found.items()}

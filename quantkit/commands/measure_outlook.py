@@ -1,7 +1,7 @@
 """`quantkit measure --dry-run`: what would be measured, and what it takes of time, memory and disk."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from quantkit.commands.measure_outline import outline
 from quantkit.commands.memory_limit import limited
 from quantkit.commands.quantize_job import choose_placement, open_model, open_subject, prepare, require_finite
 from quantkit.commands.quantize_needs import DiskNeeds, measurement_needs, require_space
-from quantkit.commands.quantize_outlook import guess, machine_memory, require_memory
+from quantkit.commands.quantize_outlook import device_rows, guess, machine_memory, require_memory
 from quantkit.commands.quantize_rehearsal import Rehearsal, rehearse
 from quantkit.commands.resumption import job_place
 from quantkit.measurement import Measurement, require_place
@@ -47,6 +47,7 @@ class MeasureOutlook:
             ["time, about", f"{rehearsal.seconds:.0f} s, {rehearsal.backward_seconds:.0f} s of it for gradients"],
             ["peak memory, about", f"{rehearsal.peak_memory_bytes / 2**20:.0f} MiB"],
             ["memory of this machine", f"{self.memory_bytes / 2**20:.0f} MiB"],
+            *device_rows(rehearsal),
             ["disk for the job meanwhile", f"{self.disk.job / 2**20:.1f} MiB"],
             ["rehearsed", f"the largest block, with {rehearsal.tokens} tokens; the check at the end was not"],
         ]
@@ -66,6 +67,8 @@ class MeasureOutlook:
             "backward_seconds": self.rehearsal.backward_seconds,
             "peak_memory_bytes": self.rehearsal.peak_memory_bytes,
             "memory_bytes": self.memory_bytes,
+            "device_peak_memory_bytes": self.rehearsal.device_peak_memory_bytes,
+            "fallbacks": [asdict(fallback) for fallback in self.rehearsal.fallbacks],
             "job_bytes": self.disk.job,
         }
 
@@ -77,7 +80,7 @@ def foresee(settings: MeasureSettings, progress: Progress) -> MeasureOutlook:
     require_place(settings.out)
     place = Path(os.path.realpath(settings.out))
     subject = open_subject(checkpoint, settings, choose_placement(settings.device, settings.dtype))
-    subject = limited(subject, settings.max_memory, weighs=True, measures=True)
+    subject = limited(subject, settings.max_memory, weighs=True, measures=True, progress=progress)
     planned = outline(subject)
     choice = QuantizeSettings(settings.model, settings.out, format="exl2", bpw=MIDDLE_BPW)
     job = prepare(subject, guess(choice, planned), strict=False)

@@ -1,9 +1,10 @@
 """What `quantkit measure` says: damage by block and by kind of linear, and how well it predicted what was seen."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.commands.descent import Fallback
 from quantkit.measurement import MeasuredLinear, Measurement, damage_near
 from quantkit.plan import kind_of
 
@@ -18,6 +19,7 @@ class MeasureReport:
     out: Path
     measurement: Measurement
     finished_before: bool = False
+    fallbacks: tuple[Fallback, ...] = ()
 
     def kind_rows(self) -> list[list[str]]:
         """Each kind of linear: the damage of all of them at a few of the layouts. None where linears were measured
@@ -56,6 +58,7 @@ class MeasureReport:
             ["calibration", f"{text['source']}{tokens}"],
             ["model", self.measurement.model[:12]],
             *([["finished before", "by this command: nothing to do"]] if self.finished_before else []),
+            *([fallback.step, f"the GPU had too little memory: {fallback.did}"] for fallback in self.fallbacks),
         ]
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -71,7 +74,12 @@ class MeasureReport:
         return [(title, names, rows) for title, names, rows in tables if rows]
 
     def as_json(self) -> dict[str, Any]:
-        return {"out": str(self.out), "finished_before": self.finished_before, **self.measurement.as_json()}
+        return {
+            "out": str(self.out),
+            "finished_before": self.finished_before,
+            "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
+            **self.measurement.as_json(),
+        }
 
 
 def _damage_row(name: str, choices: list[tuple[MeasuredLinear, ...]]) -> list[str]:

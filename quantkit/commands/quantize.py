@@ -19,6 +19,7 @@ from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands import redo
+from quantkit.commands.descent import noted_by, planned
 from quantkit.commands.effort import Effort, choose_effort, choose_hessian_dtype
 from quantkit.commands.memory_limit import heap_settled_after, tell_excess, within_memory
 from quantkit.commands.quantize_end import (
@@ -32,17 +33,19 @@ from quantkit.commands.quantize_end import (
 )
 from quantkit.commands.quantize_exl2 import check_format, choose_recipe, known_recipe
 from quantkit.commands.quantize_job import (
+    UNTRIED,
     QuantizeJob,
     Subject,
     choose_placement,
     held_back_rows,
+    on_gpu,
     open_model,
     open_subject,
     prepare,
     require_finite,
 )
 from quantkit.commands.quantize_needs import disk_needs, require_space
-from quantkit.commands.quantize_rehearsal import peak_memory
+from quantkit.commands.quantize_rehearsal import device_peak_memory, peak_memory
 from quantkit.commands.quantize_report import Cost, Gradients, QuantizeReport, known_afterwards
 from quantkit.commands.quantize_steps import UNCHANGED, put_together, solve_steps, solved_blocks
 from quantkit.commands.quantize_target import fit_target
@@ -145,6 +148,7 @@ def run(
         tell_excess(settings.max_memory, peak_memory(), progress)
         spent = spent_since(start)
         damage = None if unseen is None else measure_damage(subject, settings.out, unseen, progress)
+        fallbacks = (*planned(subject), *noted_by(kept))
         kept.complete()  # no sooner: whoever finds the result and this job knows that it was not measured
     return QuantizeReport(
         out=settings.out,
@@ -161,6 +165,8 @@ def run(
         cost=Cost(*spent, *(spent_since(start) if settings.evaluate else spent)),
         damage=damage,
         tuning=tuning,
+        fallbacks=fallbacks,
+        device_peak_memory_bytes=device_peak_memory(subject.placement),
     )
 
 
@@ -203,6 +209,8 @@ def _announce(job: QuantizeJob, kept: Job, progress: Progress) -> None:
     placement = subject.placement
     read = f"{rows} × {length} tokens, {placement.dtype_name} on {placement.device}" if rows else "none"
     progress.say(f"calibration: {read}")
+    if on_gpu(placement):
+        progress.say(f"note: {UNTRIED}")
 
 
 def _finish(

@@ -106,15 +106,16 @@ def solve_head(
     *,
     hessian_dtype: torch.dtype = torch.float32,
     before: Before | None = None,
+    apart: bool = False,
 ) -> SolvedLinear:
-    """Solve the output linear for the states behind the last block; without them round it to nearest. Raises as
-    `solve_block` does."""
+    """Solve the output linear for the states behind the last block; without them round it to nearest. `apart` and what
+    is raised as for `solve_block`."""
     linear = head.linear
     if stream is None:
         ready = ReadyStage((linear.name,), None, 0)
     else:
         ready = ready_head(head, stream, codecs[linear.name].whole_groups(linear.in_features), hessian_dtype)
-    (solved,) = solve_stage({linear.name: linear}, ready, codecs, before=before)
+    (solved,) = solve_stage({linear.name: linear}, ready, codecs, apart=apart, before=before)
     return solved
 
 
@@ -140,7 +141,7 @@ def solve_stage(
         alike.setdefault(codecs[name], []).append(name)
     for codec, names in alike.items():
         with naming("`, `".join(names)):
-            outputs = _outputs(names, covariances)
+            outputs = _outputs(names, covariances, linears[names[0]].device)
             if apart and len(names) == 1 and found is not None and codec.columns_alone:
                 linear = linears[names[0]]
                 chunks = outputs[0] if outputs else None
@@ -149,9 +150,10 @@ def solve_stage(
                 solutions = solve_together([linears[name].weight() for name in names], found, codec, outputs)
         for name, solution in zip(names, solutions, strict=True):
             with naming(name):
-                stored = codec.encode(solution.codes, linears[name].stored.bias)
+                codes = solution.codes.to("cpu")  # whatever has solved them: files are written from main memory
+                stored = codec.encode(codes, linears[name].stored.bias)
             _require_finite(name, stored, solution.error)
-            layout = solution.codes.layout
+            layout = codes.layout
             result = LinearResult(
                 name=name,
                 bits=layout.code_bits(1) / layout.rows,
@@ -165,14 +167,16 @@ def solve_stage(
                 dead_inputs=0 if found is None else found.dead_inputs,
                 fallback=fallback,
             )
-            yield SolvedLinear(stored, solution.codes, result)
+            yield SolvedLinear(stored, codes, result)
 
 
 def _outputs(
-    names: Sequence[str], covariances: Mapping[str, Sequence[Tensor]]
+    names: Sequence[str], covariances: Mapping[str, Sequence[Tensor]], device: torch.device
 ) -> list[tuple[Chunk, ...]] | None:
     """None where the gradients say nothing of one of the linears."""
-    chunks = [factor_outputs(covariances[name]) for name in names if name in covariances]
+    chunks = [
+        factor_outputs([chunk.to(device) for chunk in covariances[name]]) for name in names if name in covariances
+    ]
     known = [found for found in chunks if found is not None]
     return known if len(known) == len(names) else None
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.receipt import Receipt
+from quantkit.commands.descent import Descent
 from quantkit.commands.effort import Effort
 from quantkit.commands.quantize_job import QuantizeJob, Subject, stored_bits
 from quantkit.commands.quantize_rehearsal import peak_memory
@@ -55,6 +57,12 @@ def check_written(written: Checkpoint, job: QuantizeJob, receipt: Receipt, progr
 
 def measure_damage(subject: Subject, out: Path, windows: Tensor, progress: Progress) -> Damage:
     """The result against the original on bundled text that calibration never sees, and one greedy answer."""
+    descent = Descent(subject, progress)
+    descent.begin("comparison")
+    return descent.run(partial(_damage_there, out, windows, progress), whole=True)
+
+
+def _damage_there(out: Path, windows: Tensor, progress: Progress, subject: Subject) -> Damage:
     candidate = load(out, subject.placement.device, torch.float32)
     found = compare_with_original(subject, candidate, windows, progress)
     return replace(found, answer=sample_answer(subject, candidate))
@@ -76,6 +84,7 @@ def compare_with_original(subject: Subject, candidate: Model, windows: Tensor, p
         top1_agreement=found.top1_agreement,
         prompt=SAMPLE_PROMPT,
         answer="",
+        device=subject.placement.device,
     )
 
 

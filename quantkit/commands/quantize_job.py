@@ -1,11 +1,13 @@
 """What a quantization knows before it begins: source, plan, arithmetic and text, with all checks that come first."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quantkit import kernels
 from quantkit.calibration import text as calibration_text
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.rotated import RotatedCheckpoint
@@ -18,6 +20,7 @@ from quantkit.inventory import head_spec
 from quantkit.models.architecture import EMBEDDING, HEAD, Architecture, LinearSpec, block_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.contents import check_contents
+from quantkit.models.rope import Rotary
 from quantkit.models.source import Source
 from quantkit.plan import Plan, PlannedLinear
 from quantkit.progress import Progress
@@ -25,6 +28,7 @@ from quantkit.runtime.placement import Placement
 from quantkit.runtime.tokenizer import Tokenizer
 
 BACKWARD_TOKENS = 8192
+BF16_CAPABILITY = (8, 0)
 SCANNED_VALUES = 1 << 24
 
 
@@ -138,18 +142,63 @@ class QuantizeJob:
         """What blocks are read from, to be solved and to be run."""
         return self.subject.checkpoint if self.redo is None else self.redo.in_hand(self.subject.checkpoint)
 
+    @property
+    def before(self) -> Callable[[str], Tensor] | None:
+        """Where linears are solved again: the weight that each has so far, by name."""
+        return None if self.redo is None else self.redo.weight
+
 
 def choose_placement(device: str, dtype: str) -> Placement:
-    """`auto` is the CPU, and bfloat16 where it multiplies that natively, much faster than float32. The
-    residual stream and the Hessians are float32 all the same.
+    """`auto` is the CPU, whatever else there is: a GPU is used where it is named. The dtype `auto` is bfloat16 where
+    the device multiplies that natively, much faster than float32; else float32. The residual stream and the Hessians
+    are float32 all the same.
 
-    Raises BackendError for a GPU: its kernels can be used, but the solver has never been run there.
+    Raises UsageError for several devices, BackendError for one that cannot be used.
     """
-    dtype = "bf16" if dtype == "auto" and _has_native_bf16() else dtype
-    placement = Placement.choose("cpu" if device == "auto" else device, dtype)
-    if placement.device != "cpu":
-        raise BackendError(f"quantizing on `{placement.device}` is not supported yet", hint="use `--device cpu`")
-    return placement
+    if device == "auto":
+        placement = Placement.choose("cpu", "bf16" if dtype == "auto" and _has_native_bf16() else dtype)
+        return replace(placement, reason=_not_the_gpu(placement))
+    if "," in device:
+        raise UsageError(f"`--device {device}` is several devices, quantizing takes one", hint="use `--device cuda:0`")
+    if device.startswith("cuda"):
+        kernels.backend("cuda")  # what is wrong with CUDA is said first
+        _require_gpu(device)
+    native = _has_native_bf16() if device == "cpu" else torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+    return Placement.choose(device, ("bf16" if native else "fp32") if dtype == "auto" else dtype)
+
+
+UNTRIED = (
+    "quantizing on a GPU has been tried on a simulated one only: every weight is compared with what was solved, "
+    "look at the comparison at the end as well"
+)
+
+
+def on_gpu(placement: Placement) -> bool:
+    """Whether the work is done on a GPU."""
+    return torch.device(placement.device).type != "cpu"
+
+
+def _not_the_gpu(placement: Placement) -> str:
+    """Why `auto` is the CPU."""
+    best = kernels.backend("auto")
+    if best.name == "cuda":
+        return "no device was named; `--device cuda` is the GPU, where quantizing has not been tried on a card"
+    return best.reason if best.name == placement.backend else placement.reason
+
+
+def _require_gpu(device: str) -> None:
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or (index and not index.isdecimal()):
+        raise UsageError(f"unknown device `{device}`", hint="use `auto`, `cpu`, `cuda` or `cuda:0`")
+    count = torch.cuda.device_count()
+    if index and int(index) >= count:
+        raise BackendError(f"there is no `{device}`: torch finds {count} GPUs", hint="use `--device cuda:0`")
+
+
+def rotary_of(subject: Subject) -> Rotary:
+    """For the rows of the text, on the subject's device."""
+    positions = torch.arange(subject.rows.shape[1], device=subject.placement.device)
+    return Rotary.at(subject.config.ropes, positions[None])
 
 
 def open_model(model: str, seed: int, *, rotate: bool) -> Checkpoint:

@@ -71,6 +71,7 @@ class Outlook:
             ["time, about", f"{rehearsal.seconds:.0f} s, {rehearsal.backward_seconds:.0f} s of it for gradients"],
             ["peak memory, about", f"{rehearsal.peak_memory_bytes / 2**20:.0f} MiB"],
             ["memory of this machine", f"{self.memory_bytes / 2**20:.0f} MiB"],
+            *device_rows(rehearsal),
             ["disk for the result", f"{self.disk.result / 2**20:.1f} MiB"],
             ["disk for the job meanwhile", f"{self.disk.job / 2**20:.1f} MiB"],
             ["rehearsed", f"the largest block, with {rehearsal.tokens} tokens; the comparison at the end was not"],
@@ -98,6 +99,8 @@ class Outlook:
             "backward_seconds": self.rehearsal.backward_seconds,
             "peak_memory_bytes": self.rehearsal.peak_memory_bytes,
             "memory_bytes": self.memory_bytes,
+            "device_peak_memory_bytes": self.rehearsal.device_peak_memory_bytes,
+            "fallbacks": [asdict(fallback) for fallback in self.rehearsal.fallbacks],
             "result_bytes": self.disk.result,
             "job_bytes": self.disk.job,
             "redo": None if self.redone is None else asdict(self.redone),
@@ -176,6 +179,13 @@ def _rehearsed(
         rehearsal,
         memory,
     )
+
+
+def device_rows(rehearsal: Rehearsal) -> list[list[str]]:
+    """Name and figure of what was seen of the GPU; nothing on a CPU."""
+    peak = rehearsal.device_peak_memory_bytes
+    rows = [] if peak is None else [["peak memory of the GPU, about", f"{peak / 2**20:.0f} MiB"]]
+    return rows + [["too much for the GPU", f"goes on with {fallback.did}"] for fallback in rehearsal.fallbacks]
 
 
 def require_memory(rehearsal: Rehearsal, memory: int) -> None:

@@ -22,12 +22,14 @@ from quantkit.calibration.sensitivity import Sensitivity, chunk_sizes
 from quantkit.calibration.stream import ActivationStream
 from quantkit.checkpoint.receipt import digest_of, digest_of_values
 from quantkit.commands.block_hessians import count_passes
+from quantkit.commands.descent import Descent, Fallback
 from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
-from quantkit.commands.quantize_job import QuantizeJob, Subject
+from quantkit.commands.quantize_job import QuantizeJob, Subject, on_gpu
 from quantkit.models.architecture import HEAD, block_of
 from quantkit.models.fan import Activations
 from quantkit.models.transformer import Block, Rotary, load_block, load_embedding, load_head
 from quantkit.progress import Progress, Silent, Task
+from quantkit.runtime.placement import Placement
 
 SHORT_SECONDS = 5.0
 
@@ -42,6 +44,8 @@ class Rehearsal:
     backward_seconds   of the gradients
     peak_memory_bytes  of the process
     tokens             with which this was found
+    device_peak_memory_bytes  of the GPU, as far as torch has asked for it; None on a CPU
+    fallbacks          what the memory of the GPU was not enough for
     """
 
     seconds: float
@@ -50,6 +54,8 @@ class Rehearsal:
     backward_seconds: float
     peak_memory_bytes: int
     tokens: int
+    device_peak_memory_bytes: int | None = None
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 @torch.inference_mode()
@@ -62,6 +68,16 @@ def rehearse(
     solves  how often each linear is solved: once, or for each candidate of a measurement and once more
     walks   how often the text goes through the blocks, by default once, and once more where there is a measurement
     """
+    descent = Descent(job.subject, progress)
+    descent.begin("rehearsal")
+    found = descent.run(lambda own: _rehearsed(replace(job, subject=own), progress, weighs, solves, walks))
+    return replace(found, fallbacks=tuple(descent.found()))
+
+
+def _rehearsed(job: QuantizeJob, progress: Progress, weighs: bool, solves: int, walks: int | None) -> Rehearsal:
+    placement = job.subject.placement
+    if on_gpu(placement):
+        torch.cuda.reset_peak_memory_stats(placement.device)
     calibrated = len(job.subject.rows) > 0
     parts = 4 + job.has_head + weighs if calibrated else 2
     with progress.task("rehearse a block", total=parts) as task:
@@ -72,7 +88,8 @@ def rehearse(
             task.advance(note="gradients")
         peak = peak_memory() + _states_in_memory(job.subject, weighs)
         seconds, cpu_seconds = (spent + backward).tolist()
-    return Rehearsal(seconds, cpu_seconds, float(each[0, 0]), float(backward[0]), peak, tokens)
+    ends = float(each[0, 0]), float(backward[0])
+    return Rehearsal(seconds, cpu_seconds, *ends, peak, tokens, device_peak_memory(placement))
 
 
 def _walk(
@@ -96,8 +113,7 @@ def _walk(
     per_batch = max(1, subject.budget.walk_tokens // subject.rows.shape[1])
     rows = subject.rows[:per_batch]
     batches = len(subject.rows) / len(rows)
-    embedding = load_embedding(*place, dtype, device)
-    stream = ActivationStream.start(lambda ids: embedding(ids.to(device)), rows, batch_rows=per_batch)
+    stream = ActivationStream.start(load_embedding(*place, dtype), rows, batch_rows=per_batch)
     rotary = Rotary.at(config.ropes, torch.arange(rows.shape[1], device=device)[None])
     (hidden,) = stream.batches()
     block.forward(hidden, rotary)  # what is made at a first call only
@@ -107,7 +123,7 @@ def _walk(
 
     def observe(seen: Activations) -> None:
         features, name = seen.inputs.shape[1], seen.stage.name
-        hessians.setdefault(name, Hessian(features, name, dtype=job.hessian_dtype)).add(seen.inputs)
+        hessians.setdefault(name, Hessian(features, name, device=device, dtype=job.hessian_dtype)).add(seen.inputs)
 
     observing = _timed(lambda: block.forward(hidden, rotary, observe=observe))
     hessians.clear()
@@ -148,6 +164,11 @@ def peak_memory() -> int:
     """Of the process so far, in bytes. `VmHWM` and not `ru_maxrss`, which a child inherits from its parent."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024 if found else 0
+
+
+def device_peak_memory(placement: Placement) -> int | None:
+    """What torch has held of a GPU at most, in bytes; None on a CPU."""
+    return int(torch.cuda.max_memory_allocated(placement.device)) if on_gpu(placement) else None
 
 
 def _largest_block(job: QuantizeJob) -> int:
@@ -243,4 +264,6 @@ class _Watch:
         self.spent = self._now() - self._start
 
     def _now(self) -> Tensor:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         return torch.tensor([time.monotonic(), time.process_time()], dtype=torch.float64)

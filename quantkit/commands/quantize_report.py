@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from quantkit.commands.descent import Fallback
 from quantkit.commands.evaluate_report import json_number
 from quantkit.plan import Plan, kind_of
 
@@ -121,6 +122,7 @@ class Damage:
     top1_agreement: float
     prompt: str
     answer: str
+    device: str
 
     def rows(self) -> list[list[str]]:
         """Name and figure, for people."""
@@ -201,6 +203,8 @@ class QuantizeReport:
     cost: Cost
     damage: Damage | None
     tuning: Tuning | None = None
+    fallbacks: tuple[Fallback, ...] = ()
+    device_peak_memory_bytes: int | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -238,7 +242,8 @@ class QuantizeReport:
             if text
         )
         tuning = [] if self.tuning is None or self.tuning.kept else [UNTUNED]
-        return [*self.plan.remarks(), *(f"`{name}`: {text}" for name, text in degraded), *tuning]
+        fallen = [f"{one.step}: the GPU had too little memory, done with {one.did}" for one in self.fallbacks]
+        return [*self.plan.remarks(), *(f"`{name}`: {text}" for name, text in degraded), *tuning, *fallen]
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of each table for people."""
@@ -253,6 +258,7 @@ class QuantizeReport:
     def rows(self) -> list[list[str]]:
         """Name and figure: the summary."""
         text, head, added = self.calibration, self.plan.head, self.plan.added_bits / 8
+        peak = self.device_peak_memory_bytes
         rows = [
             ["bits per weight, linears", f"{self.bits_per_weight:.3f}"],
             ["bits per weight, whole model", f"{self.file_bits_per_weight:.3f}"],
@@ -266,6 +272,7 @@ class QuantizeReport:
             *([] if self.gradients is None else self.gradients.rows()),
             *([] if self.tuning is None else self.tuning.rows()),
             *self.cost.rows(),
+            *([] if peak is None else [["peak memory of the GPU", f"{peak / 2**20:.0f} MiB"]]),
         ]
         return rows if self.damage is None else rows + self.damage.rows()
 
@@ -313,17 +320,19 @@ class QuantizeReport:
             "linears": [asdict(linear) for linear in self.linears],
             "experts": [asdict(expert) for expert in self.experts],
             "remarks": self.remarks(),
+            "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
             "calibration": asdict(self.calibration),
             "gradients": None if self.gradients is None else asdict(self.gradients),
             "tuning": None if self.tuning is None else {**asdict(self.tuning), "kept": self.tuning.kept},
             **asdict(self.cost),
+            "device_peak_memory_bytes": self.device_peak_memory_bytes,
             "evaluation": None if self.damage is None else self.damage.as_json(),
             "redo": None,
         }
 
 
 UNKNOWN_AFTERWARDS = (
-    *("errors", "linears", "experts", "remarks", "gradients", "tuning"),
+    *("errors", "linears", "experts", "remarks", "fallbacks", "gradients", "tuning", "device_peak_memory_bytes"),
     *(each.name for each in fields(Cost)),
 )
 """What a report says that nobody can tell of a result that was made before."""

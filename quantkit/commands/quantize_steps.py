@@ -6,6 +6,7 @@ together from the steps at the end, so that it is the same however often the wor
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from quantkit.checkpoint.receipt import Receipt, digest_of_values
 from quantkit.checkpoint.spelling import on_disk
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.block_walk import BlockWalk
+from quantkit.commands.descent import Descent, rows_at_once
 from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
-from quantkit.commands.quantize_job import QuantizeJob, Subject
+from quantkit.commands.quantize_job import QuantizeJob, Subject, rotary_of
 from quantkit.commands.quantize_report import LinearResult
 from quantkit.commands.redo_sources import Redo
 from quantkit.errors import OWN_FAULT, GateError
@@ -27,7 +29,7 @@ from quantkit.formats.codec import StoredTensor
 from quantkit.formats.dense import DenseTensor
 from quantkit.job.job import Job, Step
 from quantkit.models.architecture import EMBEDDING, HEAD
-from quantkit.models.transformer import Rotary, load_block, load_head
+from quantkit.models.transformer import Block, Rotary, load_block, load_head
 from quantkit.plan import kind_of
 from quantkit.progress import Progress, Task
 
@@ -53,13 +55,9 @@ UNCHANGED = Changes({}, {})
 def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, progress: Progress) -> None:
     """Every step that `kept` does not have. Nothing of a block outlives its step. Without text its linears are rounded
     to nearest."""
-    subject, codecs = job.subject, job.codecs
-    config, device, dtype = subject.config, subject.placement.device, subject.placement.dtype
-    place = job.source, config, subject.architecture
-    before = None if job.redo is None else job.redo.weight
+    subject, descent = job.subject, Descent(job.subject, progress)
     walk = BlockWalk(subject, kept, WALK)
     has_text, has_head = bool(len(subject.rows)), job.has_head and not kept.has(HEAD_STEP)
-    rotary = Rotary.at(config.ropes, torch.arange(subject.rows.shape[1], device=device)[None])
     with progress.task("quantize", total=len(job.work)) as task:
         if done := sum(len(kept.value(name)["linears"]) for name in solved_steps(kept)):
             task.advance(done, note="done before")
@@ -67,45 +65,103 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
         if has_text and (walk.done < job.blocks or has_head):
             stream = walk.open()
         for index in range(walk.done, job.blocks):
-            block = load_block(*place, index, dtype, device)
+            descent.begin(f"block {index}")
             with kept.step(walk.step(index)) as step:
                 found = _Found(step, subject, f"block {index}", task)
-                solutions = (
-                    round_block(block, codecs, before)
-                    if stream is None
-                    else solve_block(
-                        block,
-                        stream,
-                        rotary,
-                        codecs,
-                        sensitivity,
-                        hessian_dtype=job.hessian_dtype,
-                        route_all=job.route_all,
-                        hessian_bytes=subject.budget.hessian_bytes,
-                        apart=subject.budget.apart,
-                        before=before,
-                    )
-                )
-                rounded = dict(map(found.add, solutions))  # one at a time: the float32 weight of each goes at once
+                made = _BlockMade(job, index, found, sensitivity)
+                descent.run(partial(made.solve, stream))
                 seal = None
                 if stream is not None and (index + 1 < job.blocks or has_head):
-                    for name, linear in block.linears.items():
-                        linear.replace(as_read(rounded[name]) if name in rounded else linear.stored)
-                        linear.settle()
 
                     def run_block(hidden: Tensor) -> Tensor:
-                        return block.forward(hidden.to(device), rotary)  # noqa: B023 - called before the next is read
+                        return descent.run(partial(made.run, hidden))  # noqa: B023 - called before the next is read
 
                     stream, seal = walk.follow(stream, run_block, index)
-                step.finish(found.value(seal))
+                made.forget()
+                step.finish(found.value(seal, descent))
             walk.leave(index)
         if has_head:
-            head = load_head(*place, dtype, device)
+            descent.begin("head")
             with kept.step(HEAD_STEP) as step:
                 found = _Found(step, subject, "head", task)
-                found.add(solve_head(head, stream, codecs, hessian_dtype=job.hessian_dtype, before=before))
-                step.finish(found.value(None))
+                found.add(descent.run(partial(_solved_head, job, stream)))
+                step.finish(found.value(None, descent))
         kept.keep_states()
+
+
+class _BlockMade:
+    """One block on its way from dense to quantized, on whatever device there is room."""
+
+    def __init__(self, job: QuantizeJob, index: int, found: "_Found", sensitivity: Sensitivity | None) -> None:
+        self._job, self._index, self._found, self._sensitivity = job, index, found, sensitivity
+        self._rounded: dict[str, StoredTensor] = {}
+        self._block: Block | None = None
+        self._runs: tuple[str, Block, Rotary] | None = None
+
+    def solve(self, stream: ActivationStream | None, subject: Subject) -> None:
+        """Its linears, but those that are solved already."""
+        self._block = None
+        block, job = self._loaded(subject), self._job
+        codecs = {name: codec for name, codec in job.codecs.items() if name not in self._rounded}
+        solutions = (
+            round_block(block, codecs, job.before)
+            if stream is None
+            else solve_block(
+                block,
+                rows_at_once(stream, subject),
+                rotary_of(subject),
+                codecs,
+                self._sensitivity,
+                hessian_dtype=job.hessian_dtype,
+                route_all=job.route_all,
+                hessian_bytes=subject.budget.hessian_bytes,
+                apart=subject.budget.apart,
+                before=job.before,
+            )
+        )
+        for solved in solutions:  # one at a time: the float32 weight of each goes at once
+            name, stored = self._found.add(solved)
+            self._rounded[name] = stored
+        self._block = block
+
+    def forget(self) -> None:
+        """The block; nothing more is to come."""
+        self._block = self._runs = None
+
+    def run(self, hidden: Tensor, subject: Subject) -> Tensor:
+        """The quantized block's answer to states `[b, s, hidden]`, in main memory."""
+        device = subject.placement.device
+        if self._runs is None or self._runs[0] != device:
+            self._runs = None
+            self._runs = device, self._quantized(subject), rotary_of(subject)
+        _, block, rotary = self._runs
+        parts = hidden.split(max(1, subject.budget.walk_tokens // hidden.shape[1]))
+        return torch.cat([block.forward(part, rotary).cpu() for part in parts])
+
+    def _quantized(self, subject: Subject) -> Block:
+        block, self._block = self._block, None
+        if block is None or block.device.type != torch.device(subject.placement.device).type:
+            block = self._loaded(subject)
+        for name, linear in block.linears.items():
+            linear.replace(as_read(self._rounded[name]) if name in self._rounded else linear.stored)
+            linear.settle()
+        return block
+
+    def _loaded(self, subject: Subject) -> Block:
+        placement = subject.placement
+        place = self._job.source, subject.config, subject.architecture
+        return load_block(*place, self._index, placement.dtype, placement.device)
+
+
+def _solved_head(job: QuantizeJob, stream: ActivationStream | None, subject: Subject) -> SolvedLinear:
+    placement = subject.placement
+    place = job.source, subject.config, subject.architecture
+    head = load_head(*place, placement.dtype, placement.device)
+    states = None if stream is None else rows_at_once(stream, subject)
+    apart = subject.budget.apart
+    return solve_head(
+        head, states, job.codecs, hessian_dtype=job.hessian_dtype, apart=apart, before=job.before
+    )
 
 
 def put_together(
@@ -199,8 +255,9 @@ class _Found:
         self._task.advance(note=f"{self._place}, {kind_of(name)}, error {solved.result.error:.5f}")
         return name, stored
 
-    def value(self, seal: str | None) -> dict[str, Any]:
-        return {"linears": self._linears, "weights": self._weights, "states": seal}
+    def value(self, seal: str | None, descent: Descent) -> dict[str, Any]:
+        made = {"linears": self._linears, "weights": self._weights, "states": seal}
+        return {**made, "fallbacks": descent.noted()}
 
 
 def solved_steps(kept: Job) -> Iterator[str]:

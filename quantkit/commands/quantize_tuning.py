@@ -6,13 +6,14 @@ never sees. Where the tuned one is no nearer there, the model stays as it was, a
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.calibration.tuning import RoundedLinear, Tuned, tune
 from quantkit.checkpoint.receipt import digest_of_values
+from quantkit.commands.descent import Descent
 from quantkit.commands.quantize_job import QuantizeJob, held_back_rows
 from quantkit.commands.quantize_report import Tuning
 from quantkit.commands.quantize_steps import Changes, solved_homes, solved_steps
@@ -38,6 +39,16 @@ def tune_result(job: QuantizeJob, kept: Job, seed: int, progress: Progress) -> t
 
     Raises CalibrationError where states or gradients are not finite.
     """
+    descent = Descent(job.subject, progress)
+    descent.begin("tuning")
+    return descent.run(
+        lambda subject: _tuned(replace(job, subject=subject), kept, seed, progress, descent), whole=True
+    )
+
+
+def _tuned(
+    job: QuantizeJob, kept: Job, seed: int, progress: Progress, descent: Descent
+) -> tuple[Changes, Tuning]:
     if not kept.has(STEP):
         start = time.monotonic(), time.process_time()
         subject = job.subject
@@ -68,7 +79,7 @@ def tune_result(job: QuantizeJob, kept: Job, seed: int, progress: Progress) -> t
                 weights = result.digests()
             spent = time.monotonic() - start[0], time.process_time() - start[1]
             report = Tuning(PASSES, subject.rows.numel(), tuned.course, before, after, *spent)
-            step.finish({"report": asdict(report), "weights": weights})
+            step.finish({"report": asdict(report), "weights": weights, "fallbacks": descent.noted()})
     value = kept.value(STEP)
     report = Tuning(**{**value["report"], "course": tuple(value["report"]["course"])})
     return Changes(dict(kept.tensors(STEP)), value["weights"]), report

@@ -22,6 +22,7 @@ from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands import quantize_tuning
+from quantkit.commands.descent import noted_by, planned
 from quantkit.commands.effort import Effort, choose_effort, choose_hessian_dtype
 from quantkit.commands.memory_limit import tell_excess, within_memory
 from quantkit.commands.quantize_end import (
@@ -36,16 +37,18 @@ from quantkit.commands.quantize_end import (
     spent_since,
 )
 from quantkit.commands.quantize_job import (
+    UNTRIED,
     QuantizeJob,
     choose_placement,
     held_back_rows,
+    on_gpu,
     open_model,
     open_subject,
     prepare,
     require_finite,
 )
 from quantkit.commands.quantize_needs import disk_needs, require_space
-from quantkit.commands.quantize_rehearsal import peak_memory
+from quantkit.commands.quantize_rehearsal import device_peak_memory, peak_memory
 from quantkit.commands.quantize_report import Cost, Damage, Gradients, QuantizeReport, known_afterwards
 from quantkit.commands.quantize_rules import read_redo
 from quantkit.commands.quantize_steps import (
@@ -184,6 +187,7 @@ def run(
         if judgement is not None:  # what was judged is what was read back
             candidate = load(writer.path, subject.placement.device, torch.float32)
             damage = replace(judgement.kept, answer=sample_answer(subject, candidate))
+        fallbacks = (*planned(subject), *noted_by(kept))
         kept.complete()
     return RedoReport(
         QuantizeReport(
@@ -201,6 +205,8 @@ def run(
             cost=Cost(*spent, *(spent_since(start) if settings.evaluate else spent)),
             damage=damage,
             tuning=tuning,
+            fallbacks=fallbacks,
+            device_peak_memory_bytes=device_peak_memory(subject.placement),
         ),
         ready.pattern,
         judgement,
@@ -244,6 +250,8 @@ def _announce(ready: ReadyRedo, kept: Job, progress: Progress) -> None:
         progress.say(f"calibration: {read}, through {job.blocks} of {subject.config.num_layers} blocks")
     if ready.effort.tunes and job.has_head:
         progress.say("note: the head is solved anew, and not tuned")
+    if on_gpu(subject.placement):
+        progress.say(f"note: {UNTRIED}")
 
 
 def _judge(ready: ReadyRedo, kept: Job, windows: Tensor, progress: Progress) -> Judgement:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from quantkit.calibration import sensitivity
 from quantkit.calibration.sensitivity import Covariances, Sensitivity, TokenWeights, chunk_sizes
+from quantkit.commands.descent import Descent
 from quantkit.commands.quantize_job import Subject
 from quantkit.job.job import Job, Step
 from quantkit.models.architecture import block_of
@@ -58,32 +60,41 @@ def run_backward(
     The states go to a folder of the job where they are too many for the memory.
     """
     if not job.has(STEP):
-        with job.step(STEP) as step:
-            blocks: list[dict[str, int]] = []
-
-            def keep(covariances: Covariances) -> None:
-                """Those of one block go into one tensor: a file should not have one for each expert."""
-                step.add(
-                    _covariances(len(blocks)),
-                    torch.cat([chunk.flatten().cpu() for chunks in covariances.values() for chunk in chunks]),
-                )
-                blocks.append({name: sum(map(len, chunks)) for name, chunks in covariances.items()})
-
-            result = known or _run(subject, job, seed, progress, keep)
-            if known:
-                for _, names in groupby(known.found.covariances, block_of):
-                    keep({name: known.found.covariances[name] for name in names})
-            step.finish(
-                {
-                    **_pack(result.found, step),
-                    "covariances": blocks,
-                    "seconds": result.seconds,
-                    "cpu_seconds": result.cpu_seconds,
-                }
-            )
+        descent = Descent(subject, progress)
+        descent.begin("gradients")
+        descent.run(partial(_keep_backward, job, seed, progress, known, descent))
         job.keep_states()
     value = job.value(STEP)
     return BackwardPass(_unpack(value, job), value["seconds"], value["cpu_seconds"])
+
+
+def _keep_backward(
+    job: Job, seed: int, progress: Progress, known: BackwardPass | None, descent: Descent, subject: Subject
+) -> None:
+    with job.step(STEP) as step:
+        blocks: list[dict[str, int]] = []
+
+        def keep(covariances: Covariances) -> None:
+            """Those of one block go into one tensor: a file should not have one for each expert."""
+            step.add(
+                _covariances(len(blocks)),
+                torch.cat([chunk.flatten().cpu() for chunks in covariances.values() for chunk in chunks]),
+            )
+            blocks.append({name: sum(map(len, chunks)) for name, chunks in covariances.items()})
+
+        result = known or _run(subject, job, seed, progress, keep)
+        if known:
+            for _, names in groupby(known.found.covariances, block_of):
+                keep({name: known.found.covariances[name] for name in names})
+        step.finish(
+            {
+                **_pack(result.found, step),
+                "covariances": blocks,
+                "seconds": result.seconds,
+                "cpu_seconds": result.cpu_seconds,
+                "fallbacks": descent.noted(),
+            }
+        )
 
 
 def _run(

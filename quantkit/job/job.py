@@ -132,6 +132,10 @@ class Job:
         except CheckpointError as error:
             raise self._damaged(step, error.message) from error
 
+    def values(self) -> Iterator[Any]:
+        """What each finished step found, in the order in which they were finished."""
+        return (record["value"] for record in self._steps.values())
+
     def tensors(self, step: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a finished step in the order they were added, read one by one.
 
