@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.commands import generate_queue
 from quantkit.commands.generate_queue import QueueReport
-from quantkit.commands.generate_setup import Setup, cache_rows, decode_rows, prompt_ids, ran_on
+from quantkit.commands.generate_setup import Setup, cache_rows, decode_rows, idle_options, prompt_ids, ran_on
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.request import Completion, Delta, Tally
@@ -105,7 +105,7 @@ def run(
     generator = setup.load(len(request.ids) + request.max_new_tokens + setup.draft_tokens)
     generator.warm_up(request)
     load_seconds = time.perf_counter() - start
-    for note in filter(None, (*setup.checkpoint.notes, told(generator.model.devices))):
+    for note in filter(None, (*idle_options(settings), *setup.checkpoint.notes, told(generator.model.devices))):
         progress.say(note)
     beyond = len(request.ids) + request.max_new_tokens - setup.checkpoint.model_config.context
     if beyond > 0:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from quantkit.calibration.json_lines import parse_line
 from quantkit.checkpoint.adapter import open_weighted
-from quantkit.commands.generate_setup import Setup, cache_rows, decode_rows, ran_on, read_text
+from quantkit.commands.generate_setup import Setup, cache_rows, decode_rows, idle_options, ran_on, read_text
 from quantkit.errors import QuantkitError, RequestError, UsageError
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress
@@ -175,7 +175,7 @@ def run(
     names = {scheduler.add(line.request): line.name for line in lines}
     generator.warm_up(lines[0].request)
     load_seconds = time.perf_counter() - start
-    for note in filter(None, (*setup.checkpoint.notes, told(model.devices))):
+    for note in filter(None, (*idle_options(settings), *setup.checkpoint.notes, told(model.devices))):
         progress.say(note)
     start = time.perf_counter()
     with progress.task("requests", total=len(lines)) as task:

@@ -162,6 +162,32 @@ def sampling_of(settings: GenerateSettings) -> Sampling:
     )
 
 
+def idle_options(settings: GenerateSettings) -> list[str]:
+    """What was asked for and changes nothing beside the other settings, in words. Requests of a file may have a
+    temperature of their own."""
+    usual, queued = GenerateSettings(settings.model), settings.prompts_file is not None
+    draws, drafts = settings.temperature > 0 or queued, settings.draft is not None
+    idle = {
+        "without `--temperature` the likeliest token is taken": (
+            () if draws else ("top_k", "top_p", "min_p", "typical_p", "seed")
+        ),
+        "without `--draft` nothing is guessed": () if drafts else ("draft_tokens",),
+        "without `--kv-window` every position is seen": ("kv_sink",) if settings.kv_window is None else (),
+        "without `--prompts-file` there is one request": (
+            ()
+            if queued
+            else ("batch", "token_budget", "optimistic", "share_prefixes", "cache_fraction", "latency_ms")
+        ),
+    }
+    said = []
+    for because, names in idle.items():
+        given = [name for name in names if getattr(settings, name) != getattr(usual, name)]
+        if given:
+            options = ", ".join(f"`--{name.replace('_', '-')}`" for name in given)
+            said.append(f"{options}: no effect, {because}")
+    return said
+
+
 def cache_rows(use: CacheUse | None) -> list[list[str]]:
     """What a cache took, for the console."""
     if use is None:

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import tiny
@@ -6,6 +7,7 @@ import torch
 from tiny_lora import write_adapter
 
 from quantkit.commands.generate import run
+from quantkit.commands.generate_setup import idle_options
 from quantkit.errors import BackendError, CheckpointError, RequestError, UsageError
 from quantkit.progress import Silent
 from quantkit.runtime.load import load
@@ -220,3 +222,26 @@ def test_chat_without_a_template_and_a_model_without_tokenizer(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no `tokenizer\.json`"):
         answer(folder)
     assert load(folder).config.vocab_size == 320, "loading needs no tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"top_k": 5, "seed": 3}, ["`--top-k`, `--seed`: no effect, without `--temperature` the likeliest token is taken"]),
+        ({"top_k": 5, "temperature": 0.5}, []),
+        ({"top_k": 5, "prompts_file": Path("f")}, []),
+        ({"draft_tokens": 2}, ["`--draft-tokens`: no effect, without `--draft` nothing is guessed"]),
+        ({"kv_sink": 4}, ["`--kv-sink`: no effect, without `--kv-window` every position is seen"]),
+        ({"kv_sink": 4, "kv_window": 300}, []),
+        ({"batch": 3, "optimistic": True}, ["`--batch`, `--optimistic`: no effect, without `--prompts-file` there is one request"]),
+        ({}, []),
+    ],
+)
+def test_options_that_change_nothing_are_named(options, told) -> None:
+    assert idle_options(GenerateSettings("m", **options)) == told
+
+
+def test_and_are_said(folder) -> None:
+    said = Said()
+    run(GenerateSettings(str(folder), "the", max_new_tokens=1, top_k=3), said)
+    assert "`--top-k`: no effect, without `--temperature` the likeliest token is taken" in said.lines
