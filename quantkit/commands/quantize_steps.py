@@ -119,8 +119,7 @@ class _BlockMade:
                 before=job.before,
             )
         )
-        for solved in solutions:  # one at a time: the float32 weight of each goes at once
-            name, stored = self._found.add(solved)
+        for name, stored in map(self._found.add, solutions):  # one at a time, and nothing else of it is held
             self._rounded[name] = stored
         self._block = block
 
