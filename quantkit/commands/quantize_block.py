@@ -88,7 +88,7 @@ def solve_block(
             yield from solve_stage(block.linears, own, codecs, known, apart=apart, before=before)
             if apart:
                 heap.give_back()
-        del ready  # its factor, while the next one is made
+        del ready, own  # their factor, while the next one is made
 
 
 def round_block(
