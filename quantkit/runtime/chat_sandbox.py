@@ -104,7 +104,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.spend(CALL_COST)
         method = getattr(called, "__wrapped__", called)  # what the sandbox of jinja2 puts around `format`
         name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
-        if name in ("encode", "to_bytes"):
+        if name in ("encode", "to_bytes", "translate"):  # `translate` may put any text for each character
             raise jinja2.exceptions.SecurityError(f"`{name}` is not allowed here")
         if isinstance(called, LoopContext):  # of a recursive loop: the loop again, over other items
             args = tuple(map(self._counted, args))
@@ -171,6 +171,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.spend(len(text) + widest * (1 + text.count("\t")))
         elif name == "indent":
             self.spend(len(text) + widest * (1 + text.count("\n")))
+        elif name in _LENGTHEN:
+            self.spend(_LENGTHEN[name] * (size + len(text)))
         elif name == "tojson":
             self.spend(6 * (size + len(text)) + widest * (1 + size))
         elif name in _COMPARE:
@@ -271,11 +273,13 @@ _SPELT_OUT = frozenset(
     (
         "capitalize", "e", "escape", "lower", "safe", "string", "title", "trim", "upper", "urlencode", "join", "tojson",
         "sort", "unique", "dictsort", "groupby", "min", "max", "swapcase", "casefold", "strip", "lstrip", "rstrip",
-        "split", "rsplit", "splitlines", "partition", "rpartition", "translate", "format", "removeprefix",
+        "split", "rsplit", "splitlines", "partition", "rpartition", "format", "removeprefix",
         "removesuffix", "center", "indent", "replace", "truncate", "wordcount",
     )
 )
 """Make text of all that they are given, or copy it."""
+_LENGTHEN = {"urlencode": 12, "e": 5, "escape": 5}
+"""Write up to so many characters for one: `%F0%9F%98%80`, `&#34;`."""
 _COMPARE = ("sort", "unique", "dictsort", "groupby", "min", "max")
 _SHALLOW = ("batch", "items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice")
 _GLANCE = frozenset(

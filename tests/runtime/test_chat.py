@@ -104,6 +104,9 @@ def test_template_that_fails_names_the_file(source, tmp_path):
         "{% set s = 'a' * 8000000 %}{% for i in range(99999) %}{% set t = s[1:] %}{% endfor %}",
         "{{ range(999999999) | list | length }}",
         "{{ ','.join(['a' * 10000] * 100000) }}",
+        "{{ ('a' * 100000).translate({97: 'b' * 100000}) | length }}",
+        "{{ ('€' * 10000000) | urlencode | length }}",
+        "{{ ['\"' * 8000000] | map('escape') | first | length }}",
     ],
 )
 def test_hostile_templates_are_stopped(source, tmp_path):
