@@ -158,10 +158,9 @@ def _round_to_half(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def _bfloat_bits(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """float32 lanes, finite, as the bits of the nearest bfloat16, ties to even."""
+    """float32 lanes as the bits of the nearest bfloat16, ties away from zero; NaN stays NaN."""
     bits = b.bitcast(value, vector_of(I32))
-    odd = b.and_(b.lshr(bits, every(I32, 16)), every(I32, 1))
-    rounded = b.add(bits, b.add(odd, every(I32, 0x7FFF)))
+    rounded = b.select(b.fcmp_unordered("uno", value, value), bits, b.add(bits, every(I32, 0x8000)))
     return b.trunc(b.lshr(rounded, every(I32, 16)), vector_of(I16))
 
 
@@ -198,8 +197,8 @@ def _code(b: ir.IRBuilder, quad: ir.Value, row: int) -> ir.Value:
 
 
 def _weight(b: ir.IRBuilder, quad: ir.Value, row: int, scale: ir.Value, zero: ir.Value) -> ir.Value:
-    """The dequantized weights of one of the four rows."""
-    return _round_to_half(b, b.fmul(b.fsub(_code(b, quad, row), zero), scale))
+    """The weights of one of the four rows, before they are rounded."""
+    return b.fmul(b.fsub(_code(b, quad, row), zero), scale)
 
 
 def _unpacked(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any, indices: tuple[int, ...]) -> list:
@@ -272,7 +271,7 @@ def multiply_floats(typing, total, scale, zero, x, place, low, high, strip, unit
         four = _quad(b, low, high, width, arguments[7], arguments[8], arguments[9])
         first = b.add(b.mul(arguments[4], I64(UNIT)), b.mul(arguments[9], I64(4)))
         for n in range(4):
-            weight = _weight(b, four, n, arguments[1], arguments[2])
+            weight = _round_to_half(b, _weight(b, four, n, arguments[1], arguments[2]))
             for row in range(rows):
                 place = b.add(b.add(b.mul(length, I64(row)), first), I64(n))
                 value = broadcast(b, b.load(b.gep(x.data, [place])))
@@ -292,10 +291,12 @@ def write(typing, scale, zero, out, place, column, low, high, strip, unit, quad,
         length = cgutils.unpack_tuple(b, out.shape)[1]
         four = _quad(b, low, high, width, arguments[7], arguments[8], arguments[9])
         first = b.add(b.mul(arguments[3], I64(UNIT)), b.mul(arguments[9], I64(4)))
+        below = b.fsub(every(FLOAT, 0.0), b.fmul(arguments[0], arguments[1]))
         for n in range(4):
-            weight = _weight(b, four, n, arguments[0], arguments[1])
-            if signature.args[2].dtype != types.float32:
-                weight = _bfloat_bits(b, weight)
+            if signature.args[2].dtype == types.float32:
+                weight = _round_to_half(b, _weight(b, four, n, arguments[0], arguments[1]))
+            else:
+                weight = _bfloat_bits(b, multiply_add(b, _code(b, four, n), arguments[0], below))
             line = b.mul(b.add(first, I64(n)), length)
             target = b.gep(out.data, [b.add(line, b.mul(arguments[4], I64(STRIP)))])
             b.store(weight, b.bitcast(target, weight.type.as_pointer()), align=2)

@@ -166,3 +166,17 @@ def test_non_contiguous_inputs() -> None:
 
 def test_no_rows() -> None:
     assert cpu.gptq_matmul(torch.empty(0, 64), _repacked(64, 96, 4)).shape == (0, 96)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [0x7E00, 0x7FFF, 0x7C00])  # NaN, NaN whose bits are all ones, infinity
+@pytest.mark.parametrize("m", [1, 100])
+def test_a_scale_that_is_not_finite_is_in_its_column_alone(m: int, bits: int, dtype: torch.dtype) -> None:
+    codes = torch.randint(1, 16, (64, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scales = torch.full((2, 32), 0.01, dtype=torch.float16)
+    scales.view(torch.int16)[1, 5] = bits
+    weight = GptqWeight(cpu.pack(codes, 4), scales, torch.zeros(2, 32, dtype=torch.uint8), torch.arange(64) // 32, 4)
+    found = cpu.gptq_matmul(_inputs(m, 64).to(dtype), cpu.gptq_repack(weight))
+    finite = torch.isfinite(found)
+    assert not bool(finite[:, 5].any())
+    assert bool(finite[:, [n for n in range(32) if n != 5]].all())
