@@ -81,10 +81,14 @@ class GptqTensor(RepackedTensor[GptqWeight]):
         self.bits = weight.bits
         self.bias = kept.get("bias")
         self.row_groups: Tensor = weight.group
-        self._kept = dict(kept)
+        # Scales are in the weight, in one form or another: they are not held a second time.
+        self._kept = {suffix: tensor for suffix, tensor in kept.items() if suffix != "scales"}
+        self._scale_bits = 8 * weight.scales.nbytes
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"qweight": self._stored().words, **self._kept}
+        weight = self._stored()
+        found = {**self._kept, "qweight": weight.words, "scales": weight.scales}
+        return {suffix: found[suffix] for suffix in SUFFIXES if suffix in found}
 
     def dequantize(self) -> Tensor:
         return kernels.backend(self._device).gptq_dequantize(self._stored())
@@ -133,14 +137,12 @@ class GptqTensor(RepackedTensor[GptqWeight]):
         if not bool(torch.isfinite(own).all()):
             raise FormatError("a scale is beyond what float16 holds", hint="use `--effort default`")
         weight = self._stored()
-        return GptqTensor(
-            GptqWeight(weight.words, own, weight.zeros, weight.group, weight.bits), {**self._kept, "scales": own}
-        )
+        return GptqTensor(GptqWeight(weight.words, own, weight.zeros, weight.group, weight.bits), self._kept)
 
     @property
     def stored_bits(self) -> int:
         codes = self.in_features * self.out_features * self.bits
-        return codes + sum(tensor.nbytes * 8 for tensor in self._kept.values())
+        return codes + self._scale_bits + sum(tensor.nbytes * 8 for tensor in self._kept.values())
 
     def _pack(self, backend: Backend, weight: GptqWeight) -> Repacked:
         return backend.gptq_repack(weight)
