@@ -160,10 +160,11 @@ def choose_placement(device: str, dtype: str) -> Placement:
         return replace(placement, reason=_not_the_gpu(placement))
     if "," in device:
         raise UsageError(f"`--device {device}` is several devices, quantizing takes one", hint="use `--device cuda:0`")
+    native = _has_native_bf16()
     if device.startswith("cuda"):
         kernels.backend("cuda")  # what is wrong with CUDA is said first
         _require_gpu(device)
-    native = _has_native_bf16() if device == "cpu" else torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+        native = torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
     return Placement.choose(device, ("bf16" if native else "fp32") if dtype == "auto" else dtype)
 
 

@@ -32,7 +32,7 @@ class Placement:
         chosen = kernels.backend(first)
         if device == "auto":
             device = "cuda" if chosen.name == "cuda" else "cpu"
-        usual = torch.float32 if first == "cpu" or device == "cpu" else torch.float16
+        usual = torch.float32 if "cpu" in (first.split(":")[0], device) else torch.float16
         return cls(device, DTYPES.get(dtype, usual), chosen.name, chosen.reason)
 
     @property

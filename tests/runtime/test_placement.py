@@ -8,6 +8,7 @@ from quantkit.runtime.placement import Placement
 
 def test_a_cpu_computes_in_float32_unless_told_otherwise():
     assert Placement.choose("cpu").dtype == torch.float32
+    assert Placement.choose("cpu:0").dtype == torch.float32
     assert Placement.choose("cpu", "bf16").dtype == torch.bfloat16
     assert [Placement.choose("cpu", name).dtype_name for name in ("fp32", "bf16", "fp16")] == ["fp32", "bf16", "fp16"]
 
