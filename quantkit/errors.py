@@ -44,7 +44,7 @@ class GateError(QuantkitError):
 
 
 class CheckpointError(QuantkitError):
-    """A checkpoint that cannot be read, or an output that cannot be written."""
+    """A checkpoint that cannot be read, or an output that cannot be written or is another result."""
 
     exit_code = 10
 
@@ -72,7 +72,7 @@ class CalibrationError(QuantkitError):
 
 
 class JobError(QuantkitError):
-    """A job or output folder of other settings, or in use by another process."""
+    """A job of other settings, or in use by another process, or a folder of a job that is damaged or none."""
 
     exit_code = 14
 

@@ -7,6 +7,7 @@ of that rename, and returns should it fail.
 """
 
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -126,6 +127,11 @@ def _claim(folder: Path) -> int:
 
     Raises CheckpointError when a process that lives has it.
     """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise CheckpointError(
+            f"`{folder}` is a link or a file, where what is unfinished is to be written",
+            hint=f"look at it, and remove it: `rm {shlex.quote(str(folder))}`",
+        )
     descriptor = own(folder)
     if descriptor is None:
         raise CheckpointError(
