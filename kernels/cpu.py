@@ -32,7 +32,7 @@ from quantkit.kernels.reference import AsStored, ReferenceBackend, check_codes, 
 
 # Up to this many rows are multiplied straight from the planes, a block at a time. Measured on 2048 x 5632: beyond it a
 # library product is faster, sooner where codes become floats first.
-FEW_ROWS = 16
+FEW_ROWS = 32
 FEW_ROWS_OF_INTEGERS = 64
 # Columns of one dequantized panel: its weights stay in the outer cache.
 PANEL_COLUMNS = 512

@@ -224,7 +224,7 @@ def measure_model(
 
 
 def _stored(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str, LinearSpec]) -> dict[str, StoredTensor]:
-    """The linears of a block that `_Kept` kept."""
+    """The linears of a block that `measure_block.Kept` kept."""
     linears: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors:
         name, _, suffix = key.rpartition(".")

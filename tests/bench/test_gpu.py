@@ -163,7 +163,7 @@ def test_on_a_card_everything_is_where_it_belongs(gpu, monkeypatch) -> None:
     import gpu_decode
 
     card, device = SimulatedCard(), torch.device("cuda", 0)
-    card._backend = kernels_of(card, ExecutorLauncher())
+    card.backend = kernels_of(card, ExecutorLauncher())
     monkeypatch.setattr("gpu_decode.PAGE", 12)
     monkeypatch.setattr(gpu, "BLOCK", (((512, 64),),))
     with card.inserted(monkeypatch):

@@ -15,7 +15,8 @@ from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import measure as measure_command
 from quantkit.commands import quantize_block, quantize_job
 from quantkit.commands.block_hessians import ReadyStage
-from quantkit.commands.measure import _Kept, _measure_stage, run
+from quantkit.commands.measure import run
+from quantkit.commands.measure_block import Kept, measure_stage
 from quantkit.commands.measure_check import checked_blocks, checked_candidate, worst_block
 from quantkit.commands.measure_report import MeasureReport
 from quantkit.commands.quantize import run as quantize
@@ -231,7 +232,7 @@ def test_damage_is_judged_by_the_tokens_whose_gradients_it_is_made_of() -> None:
     for by in (None, judge):
         ready = ReadyStage(stage.linears, found, 1, judge=by)
         by_name = {linear.name: linear}, ready, {linear.name: spec}, layouts, {linear.name: torch.ones(32)}
-        measured = _measure_stage(*by_name, _Kept({linear.name: ""}))
+        measured = measure_stage(*by_name, Kept({linear.name: ""}))
         damages.append(measured[linear.name][0].damage)
     codes = solve(linear.weight(), found, Exl2Codec(layouts[linear.name]["2"])).codes
     error = linear.weight() - codes.dequantize()

@@ -189,7 +189,7 @@ def test_a_finished_result_is_known(model: Path, tmp_path: Path, capsys, monkeyp
     assert cli.run([*gptq(model), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert (first["finished_before"], again["finished_before"]) == (False, True) and first.keys() == again.keys()
-    unknown = {"errors", "linears", "remarks", "gradients", "seconds", "cpu_seconds", "peak_memory_bytes"}
+    unknown = {"errors", "fallbacks", "linears", "remarks", "gradients", "seconds", "cpu_seconds", "peak_memory_bytes"}
     unknown |= {f"total_{name}" for name in ("seconds", "cpu_seconds", "peak_memory_bytes")}
     assert {name for name in first if first[name] != again[name]} == unknown | {"finished_before", "experts"}
     assert again["experts"] is None and all(again[name] is None for name in unknown)

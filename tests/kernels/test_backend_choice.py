@@ -88,4 +88,4 @@ def test_kernels_run_where_nothing_can_be_cached(folder: str, tmp_path) -> None:
 def test_compiled_kernels_are_kept_where_the_environment_says(tmp_path) -> None:
     code = "import torch; kernels.backend('cpu', 'cpu').unpack(torch.zeros(1, 1, dtype=torch.int32), 4)"
     _in_new_process(code, NUMBA_CACHE_DIR=str(tmp_path))
-    assert list(tmp_path.rglob("columns.unpack-*.nbi"))
+    assert list(tmp_path.rglob("columns.unpack_*.nbi"))

@@ -150,7 +150,7 @@ def test_generate_takes_the_kernels_and_says_so(cuda, tmp_path, draft) -> None:
 def test_on_a_card_everything_is_where_it_belongs(tmp_path, monkeypatch, write) -> None:
     """The card is simulated, and has no graphs: the way there is tried, and said to be closed, once."""
     card, executor = SimulatedCard(), ExecutorLauncher()
-    card._backend = kernels_of(card, executor)
+    card.backend = kernels_of(card, executor)
     path = write(tmp_path / "m", **HEADS)
     with card.inserted(monkeypatch):
         report = quantkit.generate(path, "the theory", max_new_tokens=4, device="cuda", kv="int8", ignore_eos=True)
