@@ -10,7 +10,7 @@ from quantkit.commands.measure import run
 from quantkit.progress import Silent
 from quantkit.settings import MeasureSettings
 
-TEXT = {"samples": 3, "length": 32, "dtype": "fp32"}
+TEXT = {"samples": 6, "length": 64, "dtype": "fp32"}
 
 
 @pytest.fixture(autouse=True)
