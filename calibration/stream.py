@@ -230,7 +230,7 @@ class _OnDisk:
     def _refused(self, error: OSError) -> CalibrationError:
         return CalibrationError(
             f"hidden states cannot be written to `{self._folder}`: {error.strerror}",
-            hint="free some space there, or use fewer `--samples`",
+            hint="free some space there and give the same command again: what is finished stays",
         )
 
     def _path(self, number: int) -> Path:
