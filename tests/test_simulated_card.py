@@ -55,7 +55,7 @@ MIXED = {
 @pytest.mark.parametrize("mix", MIXED)
 def test_a_missing_move_is_noticed(mix: str, card) -> None:
     """One `.to` too few, in each way that code mixes tensors."""
-    with pytest.raises(RuntimeError, match="on the same device|indices should be"):
+    with pytest.raises(RuntimeError, match=r"on the same device|indices should be"):
         MIXED[mix](torch.ones(3, 3, device=CARD), torch.ones(3, 3))
     MIXED[mix](torch.zeros(3, 3, device=CARD), torch.zeros(3, 3).to(CARD))
 

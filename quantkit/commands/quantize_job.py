@@ -24,7 +24,7 @@ from quantkit.models.rope import Rotary
 from quantkit.models.source import Source
 from quantkit.plan import Plan, PlannedLinear
 from quantkit.progress import Progress
-from quantkit.runtime.placement import Placement
+from quantkit.runtime.placement import Placement, has_native_bf16
 from quantkit.runtime.tokenizer import Tokenizer
 
 BACKWARD_TOKENS = 8192
@@ -156,11 +156,11 @@ def choose_placement(device: str, dtype: str) -> Placement:
     Raises UsageError for several devices, BackendError for one that cannot be used.
     """
     if device == "auto":
-        placement = Placement.choose("cpu", "bf16" if dtype == "auto" and _has_native_bf16() else dtype)
+        placement = Placement.choose("cpu", "bf16" if dtype == "auto" and has_native_bf16() else dtype)
         return replace(placement, reason=_not_the_gpu(placement))
     if "," in device:
         raise UsageError(f"`--device {device}` is several devices, quantizing takes one", hint="use `--device cuda:0`")
-    native = _has_native_bf16()
+    native = has_native_bf16()
     if device.startswith("cuda"):
         kernels.backend("cuda")  # what is wrong with CUDA is said first
         _require_gpu(device)
@@ -274,11 +274,6 @@ def held_back_rows(subject: Subject, windows: int, length: int) -> Tensor:
     rows = calibration_text.held_back(subject.tokenizer, length, windows)
     _require_known(rows, subject.config)
     return rows
-
-
-def _has_native_bf16() -> bool:
-    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(check is not None and check() for check in checks)
 
 
 def _calibration_rows(settings: TextChoice, tokenizer: Tokenizer, config: ModelConfig) -> Tensor:

@@ -36,7 +36,7 @@ class Decoding:
     """Decode steps of one model over one pool. `path` says how they ran so far."""
 
     def __init__(self, model: Model, pool: PagePool, recorder: Recorder | None) -> None:
-        """Without a `recorder` every step is launched one by one."""
+        """Without a `recorder` a GPU is given every launch one by one."""
         self.path = decode_path(model, pool)
         self._model, self._pool = model, pool
         self._recorder = recorder
@@ -94,14 +94,17 @@ class Decoding:
         return step
 
     def _step(self, rows: int, pages: int) -> "DecodeStep | NativeStep":
-        key = _bucket(rows), min(_bucket(pages), self._pool.capacity // PAGE)
-        if key not in self._steps:
-            if self._weights is None:
-                from quantkit.runtime.native_step import NativeStep  # Numba need not be there for a GPU
-
-                self._steps[key] = NativeStep(self._model, self._pool, *key)
-            else:
+        pages = min(_bucket(pages), self._pool.capacity // PAGE)
+        if self._weights is not None:
+            key = _bucket(rows), pages
+            if key not in self._steps:
                 self._steps[key] = DecodeStep(self._model, self._pool, self._weights, *key)
+            return self._steps[key]
+        from quantkit.runtime.native_step import NativeStep, padded  # Numba need not be there for a GPU
+
+        key = padded(rows), pages
+        if key not in self._steps:
+            self._steps[key] = NativeStep(self._model, self._pool, *key)
         return self._steps[key]
 
     def _run(self, step: "DecodeStep | NativeStep") -> None:

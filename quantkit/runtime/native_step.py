@@ -33,7 +33,7 @@ from quantkit.runtime.page_pool import PagePool
 
 
 class NativeStep:
-    """Steps of at most `rows` rows over at most `pages` pages each."""
+    """Steps of at most `rows` rows over at most `pages` pages each. `rows` becomes what is in memory for them."""
 
     def __init__(self, model: Model, pool: PagePool, rows: int, pages: int) -> None:
         config = model.config
@@ -64,6 +64,7 @@ class NativeStep:
         self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int], tables: Sequence[Sequence[int]]
     ) -> None:
         """As `DecodeStep.fill` has it."""
+        assert len(ids) <= self.rows
         spare = self.rows - len(ids)
         whole = [*positions, *[positions[-1]] * spare]
         self._ids.copy_(torch.tensor([*ids, *[ids[-1]] * spare]))

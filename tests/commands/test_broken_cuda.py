@@ -50,7 +50,7 @@ def test_every_command_says_it_in_one_line(fault: str, model: Path, tmp_path: Pa
         for command in commands:
             assert cli.run(command) == 15, command
             captured = capsys.readouterr()
-            first, *rest = captured.err.splitlines()
+            first, *_ = captured.err.splitlines()
             said = " ".join(captured.err.split())
             assert first.startswith("error: ")
             assert message in said, command

@@ -181,7 +181,7 @@ def test_the_least_is_not_left_for_the_rest_of_the_model(model: Path, tmp_path: 
 
 
 def test_a_job_killed_while_it_falls_back_goes_on(model: Path, usual: Path, tmp_path: Path, monkeypatch) -> None:
-    whole, card, _ = on_card(model, tmp_path / "whole", monkeypatch)
+    _, card, _ = on_card(model, tmp_path / "whole", monkeypatch)
     found = []
 
     def die(self, whole: bool) -> None:
@@ -209,7 +209,7 @@ def test_other_faults_of_the_card_are_said(model: Path, tmp_path: Path, monkeypa
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
 
     monkeypatch.setattr(quantize_steps, "solve_block", fail)
-    with pytest.raises(BackendError, match="^`cuda:0` failed: CUDA error: an illegal memory access") as caught:
+    with pytest.raises(BackendError, match=r"^`cuda:0` failed: CUDA error: an illegal memory access") as caught:
         on_card(model, tmp_path / "out", monkeypatch)
     assert "--device cpu" in caught.value.hint
     assert "\n" not in caught.value.message
