@@ -8,7 +8,8 @@ A step serves a number of rows and a number of pages, each rounded up to a power
 before runs launch by launch and is then captured as a graph, which those that follow replay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from quantkit.kernels.cuda import FEW_ROWS, CudaBackend
 from quantkit.kernels.graphs import CudaGraphs, Launches, Recorder
 from quantkit.models.transformer import Model, require_known
 from quantkit.runtime.cache_sequence import CacheSequence
-from quantkit.runtime.decode_path import GRAPHS, KERNELS, PLAIN, DecodePath, decode_path
+from quantkit.runtime.decode_path import GRAPHS, KERNELS, NATIVE, PLAIN, DecodePath, decode_path
 from quantkit.runtime.decode_step import DecodeStep, Weights, slot
 from quantkit.runtime.page_pool import PagePool
 from quantkit.runtime.page_store import PAGE
@@ -39,6 +40,7 @@ class Decoding:
         """Without a `recorder` a GPU is given every launch one by one."""
         self.path = decode_path(model, pool)
         self._model, self._pool = model, pool
+        self._threads = torch.get_num_threads()
         self._recorder = recorder
         self._weights: Weights | None = None
         if self.path.name == KERNELS and recorder is None:
@@ -58,6 +60,19 @@ class Decoding:
     def takes(self, counts: Sequence[int]) -> bool:
         """Whether a pass of so many tokens of each text is a decode step."""
         return self.path.name != PLAIN and max(counts) <= MOST_TOKENS and sum(counts) <= FEW_ROWS
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """For a step and what is made of its logits: on the CPU torch keeps to one thread. Its others look out for work
+        long after an operation on 32,768 numbers, and a step beside them takes twice as long."""
+        if self.path.name != NATIVE:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._threads)
 
     @torch.inference_mode()
     def logits(self, sequences: Sequence[CacheSequence], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -104,7 +119,7 @@ class Decoding:
 
         key = padded(rows), pages
         if key not in self._steps:
-            self._steps[key] = NativeStep(self._model, self._pool, *key)
+            self._steps[key] = NativeStep(self._model, self._pool, *key, self._threads)
         return self._steps[key]
 
     def _run(self, step: "DecodeStep | NativeStep") -> None:

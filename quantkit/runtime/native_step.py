@@ -1,6 +1,6 @@
 """NativeStep: one token of each row through the whole model on the CPU, in one call without Python in between.
 
-    step = NativeStep(model, pool, rows=1, pages=8)
+    step = NativeStep(model, pool, rows=1, pages=8, threads=2)
     step.fill(ids, positions, slots, tables)
     step.launch()
     step.logits                                  # float32 [rows, vocab], the same memory each time
@@ -35,7 +35,7 @@ from quantkit.runtime.page_pool import PagePool
 class NativeStep:
     """Steps of at most `rows` rows over at most `pages` pages each. `rows` becomes what is in memory for them."""
 
-    def __init__(self, model: Model, pool: PagePool, rows: int, pages: int) -> None:
+    def __init__(self, model: Model, pool: PagePool, rows: int, pages: int, threads: int) -> None:
         config = model.config
         self.rows, self.pages = padded(rows), pages
         self._model, self._pool = model, pool
@@ -48,7 +48,7 @@ class NativeStep:
         self._update = torch.empty(self.rows, config.hidden_size)
         self._x = torch.empty(self.rows, config.hidden_size)
         self._rotations = {rope: torch.empty(2, self.rows, rope.dim // 2) for rope in set(config.ropes)}
-        self._scores = torch.empty(torch.get_num_threads(), pages * PAGE + config.head_dim)
+        self._scores = torch.empty(threads, pages * PAGE + config.head_dim)
         self._rounded: dict[tuple[int, int], Rounded] = {}
         self.logits = torch.empty(self.rows, config.vocab_size)
         for layer, block in enumerate(model.blocks):
@@ -80,7 +80,7 @@ class NativeStep:
     def launch(self) -> None:
         """Everything from the buffers to `logits`. Calling it twice leaves the same behind."""
         self._hidden.copy_(self._model.embedding(self._ids[None])[0])
-        self._program.run(min(torch.get_num_threads(), len(self._scores)))
+        self._program.run(len(self._scores))
         cap = self._model.head.cap
         if cap is not None:
             self.logits.div_(cap).tanh_().mul_(cap)

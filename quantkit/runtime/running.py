@@ -121,8 +121,9 @@ def step(
     ends = torch.tensor(counts).cumsum(0).tolist()
     rows = [column for end, count in zip(ends, wanted, strict=True) for column in range(end - count, end)]
     if decoding is not None and decoding.takes(counts):
-        every = decoding.logits([running.sequence for running, _ in parts], fed)
-        return _taken(model, parts, every[torch.tensor(rows, dtype=torch.int64, device=every.device)], wanted)
+        with decoding.undisturbed():
+            every = decoding.logits([running.sequence for running, _ in parts], fed)
+            return _taken(model, parts, every[torch.tensor(rows, dtype=torch.int64, device=every.device)], wanted)
     view = CacheView(pool, [running.sequence for running, _ in parts], counts)
     ids = torch.tensor([[token for tokens in fed for token in tokens]])
     if not rows:

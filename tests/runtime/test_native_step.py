@@ -145,6 +145,23 @@ def test_a_row_gets_the_same_bits_alone_among_others_and_in_any_number_of_thread
             assert all(torch.equal(*pair) for pair in zip(read(groups, threads), alone, strict=True))
 
 
+def test_torch_keeps_to_one_thread_meanwhile_and_has_its_own_again(models) -> None:
+    model = models("gptq")
+    count = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        decoding = Decoding.of(model, pool_of(model))
+        with pytest.raises(ValueError, match="on the way"), decoding.undisturbed():
+            assert torch.get_num_threads() == 1
+            raise ValueError("on the way")
+        assert torch.get_num_threads() == 3
+        plain = Decoding.of(model, pool_of(model, window=300))
+        with plain.undisturbed():
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(count)
+
+
 @torch.inference_mode()
 def test_one_by_one_is_as_several_at_once(models) -> None:
     """What a guess is checked with is what would have been computed without it."""
