@@ -49,7 +49,7 @@ class Rounded:
         block = 1 if self.rows == 1 else BLOCK_ROWS
         for index, section in enumerate(planes.sections):
             strips, units, groups = section.low.shape[0], section.low.shape[1], section.scales.shape[1]
-            common = section.zeros.shape[:2] == (1, 1) and (strips, groups) != (1, 1)
+            common = section.zeros.shape[:2] == (1, 1)
             operands = (
                 *(*self._parts, self.rows, self.width // UNIT, section.low, section.high),
                 *(section.scales, section.zeros, strips, units, groups, int(section.scales.dtype == np.uint16)),

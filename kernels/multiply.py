@@ -219,9 +219,8 @@ def grid(typing, scales, zeros, strip, group):  # type: ignore[no-untyped-def]
         place = b.add(b.mul(arguments[2], cgutils.unpack_tuple(b, scales.shape)[1]), arguments[3])
         scale = _load(b, scales.data, b.mul(place, I64(STRIP)), vector_of(FLOAT if stored == types.float32 else I16))
         scale = scale if stored == types.float32 else b.fpext(b.bitcast(scale, vector_of(HALF)), vector_of(FLOAT))
-        alone = b.icmp_unsigned("==", cgutils.unpack_tuple(b, zeros.strides)[0], I64(STRIP))
-        common = b.and_(alone, b.icmp_unsigned("==", cgutils.unpack_tuple(b, zeros.shape)[0], I64(1)))
-        place = b.select(common, I64(0), place)
+        strips, groups, _ = cgutils.unpack_tuple(b, zeros.shape)
+        place = b.select(b.icmp_unsigned("==", b.mul(strips, groups), I64(1)), I64(0), place)
         zero = b.uitofp(_load(b, zeros.data, b.mul(place, I64(STRIP)), vector_of(I8)), vector_of(FLOAT))
         return context.make_tuple(b, kind, [scale, zero])
 

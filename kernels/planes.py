@@ -117,9 +117,7 @@ def zeros_by_strip(zeros: Tensor) -> Tensor:
 
 def zeros_by_group(zeros: Tensor, groups: int, out_features: int) -> Tensor:
     """The inverse of `zeros_by_strip`."""
-    if len(zeros) == 1 and out_features > STRIP:
-        return torch.full((groups, out_features), int(zeros[0, 0, 0]), dtype=zeros.dtype)
-    return by_group(zeros.expand(-1, groups, -1))
+    return by_group(zeros.expand(out_features // STRIP, groups, STRIP))
 
 
 def _in_huge_pages(shape: tuple[int, ...]) -> np.ndarray:

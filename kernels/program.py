@@ -1,7 +1,7 @@
 """Programs: operations that several threads run side by side in one call, without Python in between.
 
     program = Program()
-    program.add(operation.address, Block(array, 7, …), waits=False)
+    program.add(silu_mul(), (both, y, rows, width))
     program.run(threads=2)
 
 An operation is a compiled C function `(thread, threads, arguments)`: it does the share of that thread, and finds what

@@ -180,3 +180,22 @@ def test_a_scale_that_is_not_finite_is_in_its_column_alone(m: int, bits: int, dt
     finite = torch.isfinite(found)
     assert not bool(finite[:, 5].any())
     assert bool(finite[:, [n for n in range(32) if n != 5]].all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 100])
+@pytest.mark.parametrize("out", [16, 32])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_zero_points_of_every_group_are_read_whatever_the_width(groups: int, out: int, m: int, dtype: torch.dtype) -> None:
+    """A weight of one strip too, whose zero points differ from group to group alone."""
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (32 * groups, out), dtype=torch.uint8, generator=random)
+    zeros = torch.randint(0, 16, (groups, out), dtype=torch.uint8, generator=random)
+    scales = torch.full((groups, out), 0.01, dtype=torch.float16)
+    weight = GptqWeight(cpu.pack(codes, 4), scales, zeros, torch.arange(32 * groups) // 32, 4)
+    repacked, x = cpu.gptq_repack(weight), _inputs(m, 32 * groups).to(dtype)
+    assert isinstance(repacked, Planes)
+    assert torch.equal(cpu.gptq_restore(repacked).zeros, zeros)
+    exact = x.double() @ cpu.gptq_dequantize(weight).double()
+    off = (cpu.gptq_matmul(x, repacked).double() - exact).abs().max() / exact.std()
+    assert float(off) < (1e-5 if dtype == torch.float32 else 3e-2)
