@@ -23,7 +23,7 @@ from quantkit.runtime.request import Completion, Delta, Request, check
 from quantkit.runtime.running import Running, step
 from quantkit.runtime.tokenizer import Tokenizer
 
-WARM_UP_ROWS = 64
+WARM_UP_ROWS = 65
 """More rows than any kernel treats one by one."""
 
 

@@ -9,7 +9,7 @@ import tiny_gptq
 import torch
 
 import quantkit
-from quantkit.kernels import multiply
+from quantkit.kernels import cpu, cuda, multiply
 from quantkit.kernels.steps import PAGE
 from quantkit.models.transformer import Model
 from quantkit.runtime.cache import CacheView
@@ -17,6 +17,7 @@ from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.cache_sequence import CacheSequence
 from quantkit.runtime.decode_path import NATIVE, PLAIN, decode_path
 from quantkit.runtime.decoding import Decoding
+from quantkit.runtime.generator import WARM_UP_ROWS
 from quantkit.runtime.load import load
 from quantkit.runtime.page_pool import PagePool
 from quantkit.runtime.placement import has_native_bf16
@@ -230,3 +231,8 @@ def test_the_usual_arithmetic_of_generate(tmp_path, stored, expected) -> None:
     assert found["dtype"] == expected
     assert found["decode_path"]["name"] == (NATIVE if expected == "bf16" else PLAIN)
     assert quantkit.generate(path, "the", max_new_tokens=2, device="cpu", dtype="fp32").as_json()["dtype"] == "fp32"
+
+
+def test_a_warm_up_reads_more_rows_than_any_kernel_treats_one_by_one() -> None:
+    """Else what a prompt compiles would be compiled in its own time."""
+    assert max(cpu.FEW_ROWS, cpu.FEW_ROWS_OF_INTEGERS, cuda.FEW_ROWS) < WARM_UP_ROWS
