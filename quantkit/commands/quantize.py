@@ -29,6 +29,7 @@ from quantkit.commands.quantize_end import (
     calibration_of,
     check_written,
     measure_damage,
+    measured_now,
     spent_since,
 )
 from quantkit.commands.quantize_exl2 import check_format, choose_recipe, known_recipe
@@ -119,14 +120,9 @@ def run(
         if made is not None:
             found = finished_before(writer.path, made, facts, overwrite=settings.overwrite, progress=progress)
             if found is not None and not settings.restart:
-                left = kept.facts == facts
-                damage = None
-                if unseen is not None and (left or settings.judged):
-                    damage = measure_damage(subject, settings.out, unseen, progress)
-                if left:
-                    kept.complete()
+                found = measured_now(found, kept, facts, settings, subject, unseen, progress)
                 known = _known(settings, effort, subject, found.size_bytes, hessian_dtype, weights, progress)
-                return replace(found, out=settings.out, damage=damage, known=known)
+                return replace(found, known=known)
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         gradients = cache(partial(backward, subject, kept, settings.seed, progress))
         recipe = choose_recipe(settings, subject, kept, weights, gradients, progress)

@@ -15,8 +15,10 @@ from quantkit.commands.effort import Effort
 from quantkit.commands.quantize_job import QuantizeJob, Subject, stored_bits
 from quantkit.commands.quantize_rehearsal import peak_memory
 from quantkit.commands.quantize_report import Calibration, Damage
+from quantkit.commands.resumption import Finished
 from quantkit.errors import OWN_FAULT, CheckpointError, GateError, RequestError
 from quantkit.evaluators import divergence
+from quantkit.job.job import Facts, Job
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress
 from quantkit.runtime.generator import Generator
@@ -60,6 +62,26 @@ def measure_damage(subject: Subject, out: Path, windows: Tensor, progress: Progr
     descent = Descent(subject, progress)
     descent.begin("comparison")
     return descent.run(partial(_damage_there, out, windows, progress), whole=True)
+
+
+def measured_now(
+    found: Finished,
+    kept: Job,
+    facts: Facts,
+    settings: QuantizeSettings,
+    subject: Subject,
+    unseen: Tensor | None,
+    progress: Progress,
+) -> Finished:
+    """A result that was made before, of these `facts`: its damage where that is still to be measured or asked for
+    again, and the end of its job where one was left."""
+    left = kept.facts == facts
+    damage = None
+    if unseen is not None and (left or settings.judged):
+        damage = measure_damage(subject, settings.out, unseen, progress)
+    if left:
+        kept.complete()
+    return replace(found, out=settings.out, damage=damage)
 
 
 def _damage_there(out: Path, windows: Tensor, progress: Progress, subject: Subject) -> Damage:

@@ -32,7 +32,7 @@ from quantkit.commands.quantize_end import (
     calibration_of,
     check_written,
     compare_with_original,
-    measure_damage,
+    measured_now,
     sample_answer,
     spent_since,
 )
@@ -156,14 +156,9 @@ def run(
         subject = job.subject
         unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
         if (made := _made_by(ready)) is not None and not settings.restart:
-            left = kept.facts == made
-            damage = None
-            if unseen is not None and (left or settings.judged):
-                damage = measure_damage(subject, settings.out, unseen, progress)
-            if left:
-                kept.complete()
             found = as_finished(ready.previous.checkpoint, ready.previous.made)
-            return replace(found, out=settings.out, damage=damage, known=_known(ready, found.size_bytes))
+            found = measured_now(found, kept, made, settings, subject, unseen, progress)
+            return replace(found, known=_known(ready, found.size_bytes))
         kept.begin(facts, hints={"model": remembered(ready.model)}, restart=settings.restart)
         gradients = cache(partial(backward, subject, kept, settings.seed, progress))
         require_space(disk_needs(job, weighs=effort.weighs), writer.path, kept.path)
