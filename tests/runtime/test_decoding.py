@@ -7,19 +7,17 @@ import tiny_gptq
 import torch
 from cuda_on_cpu import compiler
 from cuda_on_cpu.graphs import TapeLauncher, TapeRecorder
+from twin_texts import TwinTexts
 
 from quantkit import kernels
 from quantkit.kernels.cuda import CudaBackend
 from quantkit.kernels.steps import PAGE
 from quantkit.models.transformer import Model
-from quantkit.runtime.cache import CacheView
-from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.cache_sequence import CacheSequence
 from quantkit.runtime.decode_path import GRAPHS, KERNELS
 from quantkit.runtime.decode_step import DecodeStep
 from quantkit.runtime.decoding import Decoding
 from quantkit.runtime.load import load
-from quantkit.runtime.page_pool import PagePool
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the CUDA sources cannot be run on the CPU")
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 288}  # heads of 32
@@ -62,37 +60,14 @@ def models(launcher, tmp_path_factory):
     return of
 
 
-class Twins:
-    """The same texts in two pools: one read by the plain forward, one by kernels. Prompts are read plainly in both."""
+class Twins(TwinTexts):
+    """One pool is read by kernels. What is stored is compared too."""
 
     def __init__(self, model: Model, kv: str | None, lengths: list[int], recorder=None, pages: int = 6) -> None:
-        self.model = model
-        form = cache_format(kv, model.config.head_dim, model.dtype)
-        self.pools = [PagePool(model.config, pages, form) for _ in range(2)]
-        self.texts = [[CacheSequence(pool) for _ in lengths] for pool in self.pools]
-        self.decoding = Decoding(model, self.pools[1], recorder)
-        random = torch.Generator().manual_seed(0)
-        for length, *pair in zip(lengths, *self.texts, strict=True):
-            ids = torch.randint(0, 250, (1, length), generator=random)
-            for pool, text in zip(self.pools, pair, strict=True):
-                model.hidden(ids, cache=CacheView(pool, [text], [length]))
-
-    @torch.inference_mode()
-    def read(self, tokens: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of these tokens of each text, plainly and by kernels."""
-        counts = [len(some) for some in tokens]
-        assert self.decoding.takes(counts)
-        ids = torch.tensor([[token for some in tokens for token in some]])
-        plain = self.model(ids, cache=CacheView(self.pools[0], self.texts[0], counts))[0]
-        return plain, self.decoding.logits(self.texts[1], tokens)
+        super().__init__(model, lengths, kv, lambda model, pool: Decoding(model, pool, recorder), pages)
 
     def check(self, tokens: list[list[int]], bound: float) -> torch.Tensor:
-        plain, found = self.read(tokens)
-        assert found.shape == plain.shape and found.dtype == torch.float32
-        assert float((found - plain).abs().max()) <= bound * float(plain.abs().max())
-        best, second = plain.topk(2).values.unbind(-1)
-        sure = best - second > 2 * bound * plain.abs().max()
-        assert torch.equal(found.argmax(-1)[sure], plain.argmax(-1)[sure])
+        plain = super().check(tokens, bound)
         self._check_pages()
         return plain
 

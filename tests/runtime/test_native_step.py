@@ -7,19 +7,17 @@ import tiny
 import tiny_exl2
 import tiny_gptq
 import torch
+from twin_texts import TwinTexts, pool_of
 
 import quantkit
 from quantkit.kernels import cpu, cuda, multiply
 from quantkit.kernels.steps import PAGE
 from quantkit.models.transformer import Model
-from quantkit.runtime.cache import CacheView
-from quantkit.runtime.cache_format import cache_format
 from quantkit.runtime.cache_sequence import CacheSequence
 from quantkit.runtime.decode_path import NATIVE, PLAIN, decode_path
 from quantkit.runtime.decoding import Decoding
 from quantkit.runtime.generator import WARM_UP_ROWS
 from quantkit.runtime.load import load
-from quantkit.runtime.page_pool import PagePool
 from quantkit.runtime.placement import has_native_bf16
 
 pytestmark = pytest.mark.skipif(not multiply.HAS_BYTE_PRODUCTS, reason="this processor multiplies no bytes")
@@ -52,36 +50,15 @@ def models(tmp_path_factory):
     return of
 
 
-def pool_of(model: Model, kv: str | None = None, pages: int = 6, **options) -> PagePool:
-    return PagePool(model.config, pages, cache_format(kv, model.config.head_dim, model.dtype), **options)
-
-
-class Twins:
-    """The same texts in two pools: one read by the plain forward, one in single calls. Prompts are read plainly."""
+class Twins(TwinTexts):
+    """One pool is read in single calls."""
 
     def __init__(self, model: Model, lengths: list[int], kv: str | None = None) -> None:
-        self.model = model
-        self.pools = [pool_of(model, kv) for _ in range(2)]
-        self.texts = [[CacheSequence(pool) for _ in lengths] for pool in self.pools]
-        self.decoding = Decoding.of(model, self.pools[1])
+        super().__init__(model, lengths, kv, Decoding.of)
         assert self.decoding.path.name == NATIVE, self.decoding.path.reason
-        random = torch.Generator().manual_seed(0)
-        for length, *pair in zip(lengths, *self.texts, strict=True):
-            ids = torch.randint(0, 250, (1, length), generator=random)
-            for pool, text in zip(self.pools, pair, strict=True):
-                model.hidden(ids, cache=CacheView(pool, [text], [length]))
 
-    @torch.inference_mode()
     def check(self, tokens: list[list[int]], bound: float = BOUND) -> torch.Tensor:
-        """The plain logits."""
-        counts = [len(some) for some in tokens]
-        assert self.decoding.takes(counts)
-        ids = torch.tensor([[token for some in tokens for token in some]])
-        plain = self.model(ids, cache=CacheView(self.pools[0], self.texts[0], counts))[0]
-        found = self.decoding.logits(self.texts[1], tokens)
-        assert found.shape == plain.shape and found.dtype == torch.float32
-        assert float((found - plain).abs().max()) <= bound * float(plain.abs().max())
-        return plain
+        return super().check(tokens, bound)
 
 
 @pytest.mark.parametrize("name", MODELS)
