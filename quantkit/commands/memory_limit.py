@@ -96,8 +96,8 @@ def limited(
             raise UsageError(
                 f"`--max-memory` does not hold with `--device {subject.placement.device}`", hint="use one of the two"
             )
-        needs = partial(device_peak, weighs=weighs, measures=measures, hessian_bytes=hessian_bytes, alone=alone)
-        return _fitting(subject, needs, progress)
+        takes = partial(device_peak, weighs=weighs, measures=measures, hessian_bytes=hessian_bytes, alone=alone)
+        return _fitting(subject, takes, progress)
     if limit is None:
         return subject
     heap.give_back()
