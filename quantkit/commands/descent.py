@@ -13,12 +13,14 @@ from itertools import groupby
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from quantkit.calibration.stream import ActivationStream
 from quantkit.commands.memory_budget import DEFAULT, Budget
 from quantkit.commands.quantize_job import Subject, on_gpu
 from quantkit.errors import BackendError
 from quantkit.job.job import Job
+from quantkit.models.transformer import Block, Rotary
 from quantkit.progress import Progress
 from quantkit.runtime.placement import Placement
 
@@ -142,6 +144,12 @@ def give_back(device: str) -> None:
 def rows_at_once(stream: ActivationStream, subject: Subject) -> ActivationStream:
     """The stream for a reader with the budget of `subject`."""
     return stream.finer(max(1, subject.budget.walk_tokens // max(1, subject.rows.shape[1])))
+
+
+def run_in_parts(block: Block, hidden: Tensor, rotary: Rotary, subject: Subject) -> Tensor:
+    """The block's answer to states `[b, s, hidden]`, in main memory, by the rows that `subject` has budget for."""
+    parts = hidden.split(max(1, subject.budget.walk_tokens // hidden.shape[1]))
+    return torch.cat([block.forward(part, rotary).cpu() for part in parts])
 
 
 def noted_by(job: Job) -> tuple[Fallback, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
 from quantkit.commands.block_hessians import ReadyStage, ready_stages
-from quantkit.commands.descent import rows_at_once
+from quantkit.commands.descent import rows_at_once, run_in_parts
 from quantkit.commands.quantize_block import naming
 from quantkit.commands.quantize_job import Subject, rotary_of
 from quantkit.formats import exl2_layout
@@ -70,8 +70,7 @@ class BlockMeasured:
     def run(self, hidden: Tensor, subject: Subject) -> Tensor:
         """The block's answer to states `[b, s, hidden]`, in main memory."""
         block, rotary = self._loaded(subject)
-        parts = hidden.split(max(1, subject.budget.walk_tokens // hidden.shape[1]))
-        return torch.cat([block.forward(part, rotary).cpu() for part in parts])
+        return run_in_parts(block, hidden, rotary, subject)
 
     def forget(self) -> None:
         """The block; nothing more is to come."""

@@ -19,7 +19,7 @@ from quantkit.checkpoint.receipt import Receipt, digest_of_values
 from quantkit.checkpoint.spelling import on_disk
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.block_walk import BlockWalk
-from quantkit.commands.descent import Descent, rows_at_once
+from quantkit.commands.descent import Descent, rows_at_once, run_in_parts
 from quantkit.commands.quantize_block import SolvedLinear, round_block, solve_block, solve_head
 from quantkit.commands.quantize_job import QuantizeJob, Subject, rotary_of
 from quantkit.commands.quantize_report import LinearResult
@@ -134,8 +134,7 @@ class _BlockMade:
             self._runs = None
             self._runs = device, self._quantized(subject), rotary_of(subject)
         _, block, rotary = self._runs
-        parts = hidden.split(max(1, subject.budget.walk_tokens // hidden.shape[1]))
-        return torch.cat([block.forward(part, rotary).cpu() for part in parts])
+        return run_in_parts(block, hidden, rotary, subject)
 
     def _quantized(self, subject: Subject) -> Block:
         block, self._block = self._block, None
