@@ -8,8 +8,7 @@ nats of KL, the Fisher form ½ tr(G ΔWᵀ H ΔW); H is that of tokens weighted 
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,16 @@ from torch import Tensor
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.checkpoint.fingerprint import in_form
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.commands.block_walk import BlockWalk
 from quantkit.commands.descent import Descent, noted_by, planned
-from quantkit.commands.measure_block import BlockMeasured
 from quantkit.commands.measure_check import (
     check_prediction,
     checked_blocks,
     checked_candidate,
-    coarse_damage,
     worst_block,
 )
-from quantkit.commands.measure_outline import outline, subject_layouts
+from quantkit.commands.measure_outline import exl2_trials, outline
 from quantkit.commands.measure_report import MeasureReport
+from quantkit.commands.measure_walk import NOTHING, Checked, measure_blocks
 from quantkit.commands.memory_limit import heap_settled_after, limited, tell_excess
 from quantkit.commands.quantize_job import (
     UNTRIED,
@@ -53,20 +50,17 @@ from quantkit.job.job import Facts, Job, differing
 from quantkit.measurement import (
     KIND,
     VERSION,
-    Candidate,
     Check,
-    MeasuredLinear,
     Measurement,
     load_json,
     require_place,
     save_json,
 )
 from quantkit.models.architecture import LinearSpec
-from quantkit.plan import kind_of
 from quantkit.progress import Progress, Tqdm
 from quantkit.settings import MeasureSettings
 
-CHECK = "measure check"
+STEPS, CHECK = "measure", "measure check"
 
 
 def measure(model: str | Path, out: str | Path, *, progress: Progress | None = None, **options: Any) -> MeasureReport:
@@ -162,53 +156,21 @@ def measure_model(
     Raises CalibrationError for activations or gradients that are not finite.
     """
     specs = {spec.name: spec for spec in subject.linears}
-    layouts = subject_layouts(subject)
     planned = outline(subject)
-    wanted = {linear.name for linear in planned.linears if linear.candidates}
-    found = {linear.name: linear for linear in planned.dense}
-    squares = _with_unreached(sensitivity.outputs, subject)
     coarse = {linear.name: checked_candidate(linear).mix for linear in planned.linears if linear.candidates}
-    checked = checked_blocks(subject.config.num_layers) if check else []
-    walk, descent = BlockWalk(subject, job, "measure"), Descent(subject, progress)
-    worst = 0.0
-    for index in range(walk.done):
-        done = _read(job.value(walk.step(index)), specs)
-        found |= done
-        worst = max(worst, coarse_damage(done.values()))
-    with progress.task("measure", total=len(wanted)) as task:
-        if walk.done:
-            task.advance(len(wanted & found.keys()), note="done before")
-        stream = walk.open() if walk.done < subject.config.num_layers else None
-        for index in range(walk.done, subject.config.num_layers):
-            assert stream is not None
-            descent.begin(f"block {index}, measured")
-            made = BlockMeasured(subject, index, specs, layouts, squares, coarse, task)
-            descent.run(partial(made.solve, stream, wanted, sensitivity))
-            own = made.found
-            seal = None
-            if index + 1 < subject.config.num_layers:
-
-                def run_block(hidden: Tensor) -> Tensor:
-                    return descent.run(partial(made.run, hidden))  # noqa: B023 - called before the next block is read
-
-                stream, seal = walk.follow(stream, run_block, index)
-            made.forget()
-            with job.step(walk.step(index)) as step:
-                if index in checked or (check and coarse_damage(own.values()) > worst):
-                    for name, tensor in made.kept.tensors.items():
-                        step.add(name, tensor)
-                step.finish({"linears": _written(own), "states": seal, "fallbacks": descent.noted()})
-            walk.leave(index)
-            found |= own
-            worst = max(worst, coarse_damage(own.values()))
+    checked = checked_blocks(subject.config.num_layers)
+    kept = Checked(checked, coarse) if check else NOTHING
+    found = measure_blocks(subject, job, STEPS, exl2_trials(subject), sensitivity, progress, kept)
+    found |= {linear.name: linear for linear in planned.dense}
     rows, length = subject.rows.shape
     digest = sha256(subject.rows.contiguous().numpy().tobytes()).hexdigest()
     calibration = {"source": source, "rows": rows, "length": length, "seed": seed, "tokens": digest}
     linears = tuple(found[name] for name in specs)
     blocks = sorted({*checked, worst_block(linears)}) if check else []
-    perturbed = {index: _stored(job.tensors(walk.step(index)), specs) for index in blocks}
+    perturbed = {index: _stored(job.tensors(f"{STEPS} {index}"), specs) for index in blocks}
     checks: tuple[Check, ...] = ()
     if check:
+        descent = Descent(subject, progress)
         descent.begin("check")
         checks = descent.run(lambda own: check_prediction(own, linears, perturbed, progress), whole=True)
         if descent.found():
@@ -231,28 +193,3 @@ def _stored(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str, LinearSpe
         linears.setdefault(name, {})[suffix] = tensor
     return {name: exl2.decode(name, own, specs[name].out_features) for name, own in linears.items()}
 
-
-def _written(linears: Mapping[str, MeasuredLinear]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [asdict(candidate) for candidate in linear.candidates] for name, linear in linears.items()}
-
-
-def _read(value: Mapping[str, Any], specs: Mapping[str, LinearSpec]) -> dict[str, MeasuredLinear]:
-    """What `_written` wrote."""
-    return {
-        name: MeasuredLinear(
-            name,
-            specs[name].in_features,
-            specs[name].out_features,
-            tuple(Candidate(**candidate) for candidate in candidates),
-        )
-        for name, candidates in value["linears"].items()
-    }
-
-
-def _with_unreached(found: Mapping[str, Tensor], subject: Subject) -> dict[str, Tensor]:
-    """Experts that no token of the backward pass reached matter as little as the least of their siblings."""
-    kinds: dict[str, list[Tensor]] = {}
-    for name, squares in found.items():
-        kinds.setdefault(kind_of(name), []).append(squares)
-    least = {kind: min(squares, key=lambda own: float(own.sum())) for kind, squares in kinds.items()}
-    return {spec.name: found.get(spec.name, least[kind_of(spec.name)]) for spec in subject.linears}

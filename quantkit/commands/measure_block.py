@@ -1,6 +1,7 @@
-"""One block measured: each of its linears solved in each candidate layout, and what its outputs lose weighed."""
+"""One block measured: each of its linears solved as each candidate, and what its outputs lose weighed."""
 
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,9 +12,7 @@ from quantkit.commands.block_hessians import ReadyStage, ready_stages
 from quantkit.commands.descent import rows_at_once, run_in_parts
 from quantkit.commands.quantize_block import naming
 from quantkit.commands.quantize_job import Subject, rotary_of
-from quantkit.formats import exl2_layout
-from quantkit.formats.codec import Codes, Layout
-from quantkit.formats.exl2 import Exl2Codec
+from quantkit.formats.codec import Codec, Codes
 from quantkit.measurement import Candidate, MeasuredLinear
 from quantkit.models.architecture import LinearSpec
 from quantkit.models.linear import Linear
@@ -21,6 +20,18 @@ from quantkit.models.transformer import Block, Rotary, load_block
 from quantkit.plan import kind_of
 from quantkit.progress import Task
 from quantkit.solver.gptq import find_energies, solve_together
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One way to store one linear: `bits` on disk, side data and bias included."""
+
+    codec: Codec
+    bits: int
+
+
+Trials = Mapping[str, Mapping[str, Trial]]
+"""Linear → what a candidate is called → how it is solved. Linears that read one input have the same codecs."""
 
 
 class BlockMeasured:
@@ -31,14 +42,14 @@ class BlockMeasured:
         subject: Subject,
         index: int,
         specs: Mapping[str, LinearSpec],
-        layouts: Mapping[str, Mapping[str, Layout]],
+        trials: Trials,
         squares: Mapping[str, Tensor],
-        coarse: Mapping[str, str],
+        kept: Mapping[str, str],
         task: Task,
     ) -> None:
         self.found: dict[str, MeasuredLinear] = {}
-        self.kept = Kept(coarse)
-        self._index, self._specs, self._layouts, self._squares, self._task = index, specs, layouts, squares, task
+        self.kept = Kept(kept)
+        self._index, self._specs, self._trials, self._squares, self._task = index, specs, trials, squares, task
         self._runs: tuple[str, Block, Rotary] | None = None
 
     def solve(
@@ -61,7 +72,7 @@ class BlockMeasured:
             hessian_bytes=subject.budget.hessian_bytes,
         )
         for ready in stages:
-            measured = measure_stage(block.linears, ready, self._specs, self._layouts, self._squares, self.kept)
+            measured = measure_stage(block.linears, ready, self._trials, self._squares, self.kept)
             for name, candidates in measured.items():
                 spec = self._specs[name]
                 self.found[name] = MeasuredLinear(name, spec.in_features, spec.out_features, candidates)
@@ -87,14 +98,14 @@ class BlockMeasured:
 
 
 class Kept:
-    """The linears of a block, each in the mix that a check of the prediction wants: `tensors` by name on disk."""
+    """Linears of a block, each as the candidate that is asked for: `tensors` by name on disk."""
 
-    def __init__(self, mixes: Mapping[str, str]) -> None:
+    def __init__(self, wanted: Mapping[str, str]) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._mixes = mixes
+        self._wanted = wanted
 
-    def add(self, linear: Linear, mix: str, codec: Exl2Codec, codes: Codes) -> None:
-        if self._mixes[linear.name] == mix:
+    def add(self, linear: Linear, candidate: str, codec: Codec, codes: Codes) -> None:
+        if self._wanted.get(linear.name) == candidate:
             stored = codec.encode(codes.to("cpu"), linear.stored.bias)
             self.tensors |= {f"{linear.name}.{suffix}": tensor for suffix, tensor in stored.tensors().items()}
 
@@ -102,12 +113,11 @@ class Kept:
 def measure_stage(
     linears: Mapping[str, Linear],
     ready: ReadyStage,
-    specs: Mapping[str, LinearSpec],
-    layouts: Mapping[str, Mapping[str, Layout]],
+    trials: Trials,
     squares: Mapping[str, Tensor],
     kept: Kept,
 ) -> dict[str, tuple[Candidate, ...]]:
-    """Linears that read one input, solved side by side in one layout after another.
+    """Linears that read one input, solved side by side as one candidate after another.
 
     Judged by the Hessian of the tokens whose gradients they are: in that of all tokens a few of huge norm, which hardly
     matter to the predictions, can outweigh the rest.
@@ -118,18 +128,15 @@ def measure_stage(
         trace = float(ready.judge.trace())
     energies = None if ready.factor is None else find_energies(weights, ready.factor)
     found: dict[str, list[Candidate]] = {name: [] for name in ready.names}
-    for mix, layout in layouts[ready.names[0]].items():
-        codec = Exl2Codec(layout)
+    for candidate, trial in trials[ready.names[0]].items():
         with naming(ready.names[0]):
-            solutions = solve_together(weights, ready.factor, codec, energies=energies)
+            solutions = solve_together(weights, ready.factor, trial.codec, energies=energies)
         for name, weight, solution in zip(ready.names, weights, solutions, strict=True):
-            spec = specs[name]
             losses = solution.losses
             if ready.judge is not None:
                 error = weight - solution.codes.dequantize()
                 losses = (error * (ready.judge @ error)).sum(0, dtype=torch.float64)
-            bits = exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias)
             damage = 0.5 * float((losses.cpu() * squares[name]).sum()) / trace
-            found[name].append(Candidate(mix, bits, solution.error, damage))
-            kept.add(linears[name], mix, codec, solution.codes)
+            found[name].append(Candidate(candidate, trials[name][candidate].bits, solution.error, damage))
+            kept.add(linears[name], candidate, trial.codec, solution.codes)
     return {name: tuple(candidates) for name, candidates in found.items()}

@@ -6,9 +6,11 @@ It answers what needs no damage: whether a budget can be met, and which linears 
 from collections.abc import Mapping, Sequence
 
 from quantkit.checkpoint.decoded import DecodedCheckpoint
+from quantkit.commands.measure_block import Trial, Trials
 from quantkit.commands.quantize_job import Subject
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.formats.codec import Layout
+from quantkit.formats.exl2 import Exl2Codec
 from quantkit.measurement import Candidate, MeasuredLinear, Measurement
 from quantkit.models.architecture import LinearSpec
 
@@ -21,6 +23,19 @@ def subject_layouts(subject: Subject) -> dict[str, dict[str, Layout]]:
         rows = source.group_rows(spec.name, spec.in_features) if isinstance(source, DecodedCheckpoint) else None
         layouts[spec.name] = candidate_layouts(spec, rows)
     return layouts
+
+
+def exl2_trials(subject: Subject) -> Trials:
+    """The candidates of every linear that EXL2 can hold."""
+    all_layouts = subject_layouts(subject)
+    return {
+        spec.name: {
+            mix: Trial(Exl2Codec(layout), exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias))
+            for mix, layout in all_layouts[spec.name].items()
+        }
+        for spec in subject.linears
+        if all_layouts[spec.name]
+    }
 
 
 def candidate_layouts(spec: LinearSpec, group_rows: int | None = None) -> dict[str, Layout]:

@@ -16,7 +16,7 @@ from quantkit.commands import measure as measure_command
 from quantkit.commands import quantize_block, quantize_job
 from quantkit.commands.block_hessians import ReadyStage
 from quantkit.commands.measure import run
-from quantkit.commands.measure_block import Kept, measure_stage
+from quantkit.commands.measure_block import Kept, Trial, measure_stage
 from quantkit.commands.measure_check import checked_blocks, checked_candidate, worst_block
 from quantkit.commands.measure_report import MeasureReport
 from quantkit.commands.quantize import run as quantize
@@ -27,7 +27,7 @@ from quantkit.formats.dense import DenseTensor
 from quantkit.formats.exl2 import Exl2Codec
 from quantkit.measurement import Measurement
 from quantkit.mix_plan import MixPlan
-from quantkit.models.architecture import LinearSpec, Stage
+from quantkit.models.architecture import Stage
 from quantkit.models.linear import Linear
 from quantkit.progress import Silent
 from quantkit.runtime.tokenizer import Tokenizer
@@ -223,18 +223,18 @@ def test_damage_is_judged_by_the_tokens_whose_gradients_it_is_made_of() -> None:
     weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(2))
     weight[:, 16:] = 0  # nothing to lose where that token is
     linear = Linear(stage.linears[0], DenseTensor(weight), torch.float32)
-    spec = LinearSpec(linear.name, 32, (32,), ("down",), stage.name)
     inputs = torch.ones(32)
     judge = torch.diag(torch.cat([inputs[:16], torch.zeros(16)]))
     found = factor(torch.diag(torch.cat([inputs[:16], 1e4 * inputs[16:]])), name="x")
-    layouts = {linear.name: {"2": Layout.uniform(32, 2, 32)}}
+    codec = Exl2Codec(Layout.uniform(32, 2, 32))
+    trials = {linear.name: {"2": Trial(codec, codec.stored_bits(32, 32, bias=False))}}
     damages = []
     for by in (None, judge):
         ready = ReadyStage(stage.linears, found, 1, judge=by)
-        by_name = {linear.name: linear}, ready, {linear.name: spec}, layouts, {linear.name: torch.ones(32)}
+        by_name = {linear.name: linear}, ready, trials, {linear.name: torch.ones(32)}
         measured = measure_stage(*by_name, Kept({linear.name: ""}))
         damages.append(measured[linear.name][0].damage)
-    codes = solve(linear.weight(), found, Exl2Codec(layouts[linear.name]["2"])).codes
+    codes = solve(linear.weight(), found, codec).codes
     error = linear.weight() - codes.dequantize()
     assert damages[1] == pytest.approx(0.5 * float((error.T @ judge @ error).trace()) / 16, rel=1e-5)
     assert damages[1] > 1000 * damages[0]
