@@ -15,9 +15,17 @@
 The number is the exit code of the command line. Interrupted commands exit with 130.
 """
 
+import os
+import shlex
 
 OWN_FAULT = "this is a fault of quantkit: please report it"
 """The hint where nothing that a user did can be the reason."""
+
+
+def in_shell(path: str | os.PathLike[str]) -> str:
+    """A path as a hint spells it in a command: quoted where a shell needs it, and never taken for an option."""
+    text = os.fspath(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 class QuantkitError(Exception):

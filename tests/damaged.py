@@ -444,6 +444,22 @@ def indexes(_: Path) -> Iterator[Case]:
         index(**{name: "sub/a.safetensors"})(model)
 
     yield Case("the index leads out: a linked folder", "shards", folder_out, CHAT, (file, "leaves its folder"))
+
+    def move_out(name: str) -> Damage:
+        def damage(model: Path) -> None:
+            (model / name).rename(model.parent / "elsewhere")
+            (model / name).symlink_to("../elsewhere")
+
+        return damage
+
+    out = "out of `"
+    yield Case("a shard is a link that leads out", "shards", move_out("model-00002-of-00003.safetensors"), CHAT, ("00002-of", "elsewhere", out))
+    yield Case("the index is a link that leads out", "shards", move_out(file), CHAT, (file, "elsewhere", out))
+    for each in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        yield Case(f"{each} is a link that leads out", "dense", move_out(each), CHAT, (each, "elsewhere", out))
+    yield Case("a template is a link that leads out", "dense", link("chat_template.jinja", "/proc/self/environ"), CHAT, ("chat_template.jinja", "/environ", out))
+    yield Case("a licence is a link that leads out", "dense", link("LICENSE", "/etc/hostname"), QUANTIZE, ("LICENSE", "/etc/hostname", out))
+    yield Case("links that lead out, to check", "dense", move_out("tokenizer.json"), CHECK, ("tokenizer.json", "elsewhere", out))
     yield Case("the index names a pickle", "shards", index(**{name: "weights.bin"}), CHAT, (file, "weights.bin"))
     yield Case("the index names an absent file", "shards", index(**{name: "model-9.safetensors"}), CHAT, (file, "model-9.safetensors"))
     yield Case("the index has a tensor in another shard", "shards", index(**{name: "model-00003-of-00003.safetensors"}), CHAT, (file, FIRST))
@@ -817,6 +833,12 @@ def adapters() -> Iterator[Case]:
     yield Case("adapter: of another rank", "adapter", become(f"{module}.lora_A.weight", lambda t: t[:-1], file), merge, ("q_proj",))
     yield Case("adapter: NaN", "adapter", become(f"{module}.lora_A.weight", lambda t: t * float("nan"), file), merge, ("q_proj",))
     yield Case("adapter: settings that end early", "adapter", cut("../adapter/adapter_config.json", 9), merge, ("adapter_config.json",))
+
+    def lead_out(model: Path) -> None:
+        (model / file).rename(model.parent / "elsewhere")
+        (model / file).symlink_to("../elsewhere")
+
+    yield Case("adapter: a link that leads out", "adapter", lead_out, merge, ("adapter_model.safetensors", "elsewhere", "out of `"))
     yield Case("adapter: DoRA", "adapter", edit("../adapter/adapter_config.json", use_dora=True), merge, ("use_dora",))
     yield Case("adapter: alpha is text", "adapter", edit("../adapter/adapter_config.json", lora_alpha="many"), merge, ("lora_alpha",))
 

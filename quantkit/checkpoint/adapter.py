@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.folder import is_pickle, read_json
 from quantkit.checkpoint.header import TORCH_DTYPES, Header, read_header, shown
+from quantkit.checkpoint.links import require_inside
 from quantkit.checkpoint.regular import file_stamp, open_regular, read_chunks, read_into
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.formats.patterns import compile_pattern
@@ -104,6 +105,7 @@ def open_adapter(path: Path) -> Adapter:
     """Raises CheckpointError for a folder that is no LoRA adapter, or one with settings or tensors not understood."""
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"`{path}` has no `{CONFIG}`", hint="give the folder of a PEFT adapter")
+    require_inside(path, [path / CONFIG, path / WEIGHTS])
     config = read_json(path / CONFIG)
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":

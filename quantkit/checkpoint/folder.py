@@ -7,7 +7,7 @@ Weights are safetensors files, found by the first rule that fits:
 3. `output.safetensors`, else `output-*-of-*.safetensors` (the names EXL2 folders have),
 4. every `*.safetensors` file of the folder.
 
-Links are followed, since the folders of the hub cache consist of them; names from an index are not trusted.
+Links are followed as far as `links` allows; names from an index are not trusted.
 """
 
 import os
@@ -51,8 +51,18 @@ class Weights:
 def find_weights(folder: Path) -> Weights:
     """The weight files by the rules above.
 
-    Raises CheckpointError when there are none (saying what is there instead), when some are missing or are links to
-    nothing (naming all of them), or when an index cannot be used.
+    Raises CheckpointError as `name_weights` does, and when some are missing or are links to nothing (naming all).
+    """
+    found = name_weights(folder)
+    require(found.files, "found in the folder" if found.weight_map is None else f"named in `{folder / INDEX}`")
+    return found
+
+
+def name_weights(folder: Path) -> Weights:
+    """The same, whether these files are there or not.
+
+    Raises CheckpointError when there are none (saying what is there instead), when they are too few by their own names,
+    or when an index cannot be used.
     """
     present = {path.name for path in folder.iterdir() if path.name.endswith(".safetensors")}
     usual = _usual_names(present)
@@ -61,7 +71,6 @@ def find_weights(folder: Path) -> Weights:
         weight_map = _read_weight_map(folder)
         files = sorted(set(weight_map.values()))
         if any(os.path.lexists(file) for file in files) or not usual:
-            require(files, f"named in `{folder / INDEX}`")
             return Weights(tuple(files), weight_map, notes)
         # ExLlamaV2 copies the index of the model that it read beside the weights that it wrote.
         notes = (f"`{INDEX}` names no file of this folder and is left aside",)
@@ -69,7 +78,6 @@ def find_weights(folder: Path) -> Weights:
     if not files:
         raise _no_weights(folder)
     _check_complete(folder, usual)
-    require(files, "found in the folder")
     return Weights(tuple(files), None, notes)
 
 
@@ -108,6 +116,16 @@ def read_json(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     except ValueError as error:
         hint = "correct it, or fetch it again"
         raise CheckpointError(f"`{path}` is not a valid JSON object: {error}", hint=hint) from None
+
+
+def readable(folder: Path) -> list[Path]:
+    """All that is read or copied where a folder is taken as a model: safetensors and what describes them, templates in
+    their own folder too. Sorted; links to nothing are not among them."""
+    other = tuple(ending for ending in WEIGHT_ENDINGS if ending != ".safetensors")
+    inner = folder / TEMPLATE_FOLDER
+    found = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+    templates = [path for path in inner.iterdir() if path.is_file()] if inner.is_dir() else []
+    return sorted([path for path in found if not path.name.lower().endswith(other)] + templates)
 
 
 def side_files(folder: Path) -> list[Path]:

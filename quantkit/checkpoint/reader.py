@@ -23,6 +23,7 @@ from torch import Tensor
 from quantkit.checkpoint import folder as folders
 from quantkit.checkpoint import hub
 from quantkit.checkpoint.header import DAMAGED_HINT, TORCH_DTYPES, Entry, Header, read_header, shown
+from quantkit.checkpoint.links import require_inside
 from quantkit.checkpoint.quantization import read_quantization
 from quantkit.checkpoint.regular import file_stamp, open_regular, read_into
 from quantkit.checkpoint.spelling import respelled, spellings
@@ -291,7 +292,9 @@ def forms(suffixes: Collection[str]) -> list[str]:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    require_inside(folder, folders.readable(folder))
     weights = folders.find_weights(folder)
+    require_inside(folder, weights.files)
     folders.require([folder / "config.json"], "which describes the model")
     config = folders.read_json(folder / "config.json")
     quantization = read_quantization(folder, config)

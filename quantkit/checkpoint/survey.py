@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantkit.checkpoint import folder as folders
+from quantkit.checkpoint import links
 from quantkit.checkpoint.header import Header, read_header, shown
 from quantkit.checkpoint.quantization import read_quantization
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
@@ -32,8 +33,9 @@ class Survey:
 
 
 def survey(path: Path) -> Survey:
-    """All faults of the files: absent and dangling ones, damaged headers, tensors in two files or not where the index
-    has them, JSON that is none, quantization settings that contradict each other. Raises nothing."""
+    """All faults of the files: absent ones, links to nothing or out of the folder, damaged headers, tensors in two
+    files or not where the index has them, JSON that is none, quantization settings that contradict each other. Raises
+    nothing."""
     try:
         sound = open_checkpoint(path)
         return Survey(sound, (), sound.notes)
@@ -57,13 +59,16 @@ def _look_at_each(folder: Path, first: QuantkitError) -> Survey:
             faults.append(error)
             return otherwise
 
-    config: dict[str, Any] = attempt(lambda: _config(folder), {})
-    quantization = attempt(lambda: read_quantization(folder, config), None)
-    index: dict[str, Path] | None = None
-    if os.path.lexists(folder / folders.INDEX):
-        nowhere: dict[str, Path] = {}
-        index = attempt(lambda: _placed(folder, faults), nowhere)
-    files = _files(folder, index)
+    out = links.leading_out(folder, folders.readable(folder))
+    told = {*out, *(path for path in folder.iterdir() if not path.exists())}
+    config: dict[str, Any] = {} if folder / "config.json" in told else attempt(lambda: _config(folder), {})
+    settings = told.intersection(folder / name for name in folders.QUANTIZATION_FILES)
+    quantization = None if settings else attempt(lambda: read_quantization(folder, config), None)
+    nothing = folders.Weights((), {}, ())
+    weights = nothing if folder / folders.INDEX in told else attempt(lambda: _weights(folder, faults), nothing)
+    files, index = weights.files, weights.weight_map
+    out += [file for file in links.leading_out(folder, files) if file not in out]
+    faults += [links.outside(folder, [file]) for file in out]
     for link in folders.dangling(folder):
         faults.append(CheckpointError(f"dangling link {link}", hint="the file is gone: download the model again"))
     for file in files:
@@ -72,7 +77,7 @@ def _look_at_each(folder: Path, first: QuantkitError) -> Survey:
             faults.append(CheckpointError(f"missing: `{file}`, {how}", hint="fetch it, or the whole model, again"))
     headers: dict[Path, Header] = {}
     for file in files:
-        header = attempt(partial(read_header, file), None) if file.exists() else None
+        header = attempt(partial(read_header, file), None) if file.exists() and file not in out else None
         if header is not None:
             headers[file] = header
     homes = _homes(list(headers.values()), faults)
@@ -86,22 +91,27 @@ def _look_at_each(folder: Path, first: QuantkitError) -> Survey:
                     hint="fetch the shard and the index again",
                 )
             )
-    if not any(error.message == first.message for error in faults) and not _is_covered(first, faults):
-        faults.insert(0, first)
     incomplete = len(headers) < len(files) or not files or (index is not None and not index)
-    return Survey(Checkpoint(folder, config, quantization, homes), tuple(faults), (), incomplete)
-
-
-def _is_covered(first: QuantkitError, faults: list[QuantkitError]) -> bool:
-    """Whether an error that names several files has been told file by file."""
-    opening = first.message.split(":")[0].split(" `")[0]
-    words = ("missing", "dangling links in the model folder")
-    return opening in words and any(error.message.startswith(("missing:", "dangling link")) for error in faults)
+    return Survey(Checkpoint(folder, config, quantization, homes), tuple(faults) or (first,), weights.notes, incomplete)
 
 
 def _config(folder: Path) -> dict[str, Any]:
     folders.require([folder / "config.json"], "which describes the model")
     return folders.read_json(folder / "config.json")
+
+
+def _weights(folder: Path, faults: list[QuantkitError]) -> folders.Weights:
+    """The weights as opening would find them; where it refuses, what can be read all the same."""
+    try:
+        return folders.name_weights(folder)
+    except QuantkitError as error:
+        if not os.path.lexists(folder / folders.INDEX):
+            faults.append(error)
+            return folders.Weights(tuple(sorted(folder.glob("*.safetensors"))), None, ())
+        known = len(faults)
+        places = _placed(folder, faults)
+        faults += [error] if len(faults) == known else []
+    return folders.Weights(tuple(sorted(set(places.values()))), places, ())
 
 
 def _placed(folder: Path, faults: list[QuantkitError]) -> dict[str, Path]:
@@ -114,15 +124,6 @@ def _placed(folder: Path, faults: list[QuantkitError]) -> dict[str, Path]:
         except QuantkitError as error:
             faults.append(error)
     return {tensor: places[file] for tensor, file in said.items() if file in places}
-
-
-def _files(folder: Path, index: dict[str, Path] | None) -> list[Path]:
-    if index:
-        return sorted(set(index.values()))
-    try:
-        return list(folders.find_weights(folder).files)
-    except QuantkitError:
-        return sorted(path for path in folder.glob("*.safetensors") if path.exists())
 
 
 def _homes(headers: list[Header], faults: list[QuantkitError]) -> dict[str, Header]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.folder import read_json
+from quantkit.checkpoint.links import require_inside
 from quantkit.errors import CheckpointError
 from quantkit.inventory import family_name
 from quantkit.models import catalog
@@ -38,6 +39,8 @@ def open_blueprint(path: Path) -> Blueprint:
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
         raise CheckpointError(f"`{file}` does not exist", hint="give a folder with a config.json, or that file")
+    if path.is_dir():
+        require_inside(path, [file])
     raw = read_json(file)
     config, architecture = ModelConfig.read(raw, str(file)), catalog.find(raw, str(file))
     return Blueprint(path, family_name(architecture), raw, config, architecture)

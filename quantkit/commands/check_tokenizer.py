@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.folder import side_files
+from quantkit.checkpoint.links import leading_out
 from quantkit.checkpoint.regular import LFS_OPENING, open_regular, read_at, refuse_pointer
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 from quantkit.runtime.chat import find_template, read_json
@@ -40,7 +41,10 @@ class TokenizerFacts:
 def tokenizer_faults(
     folder: Path, config: Mapping[str, Any], vocabulary: int | None
 ) -> tuple[list[QuantkitError], list[str], TokenizerFacts | None]:
-    """Faults, notes and facts. `vocabulary` is the number of ids that the model knows, None where that is unknown."""
+    """Faults, notes and facts. `vocabulary` is the number of ids that the model knows, None where that is unknown.
+    None of them where links lead out of the folder, which is for `survey` to tell: what they lead to is not read."""
+    if folder.is_dir() and leading_out(folder, side_files(folder)):
+        return [], [], None
     faults, notes = pointers(folder) if folder.is_dir() else [], list[str]()
     if not (folder / "tokenizer.json").exists() and any("tokenizer.json`" in fault.message for fault in faults):
         return faults, notes, None

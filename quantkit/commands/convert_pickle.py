@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.folder import is_pickle, read_json, require, side_files
+from quantkit.checkpoint.folder import is_pickle, read_json, readable, require, side_files
+from quantkit.checkpoint.links import require_inside
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.regular import open_regular, read_at, refuse_pointer
@@ -39,6 +40,7 @@ def pickle_to_safetensors(settings: ConvertSettings, progress: Progress) -> Conv
     folder = settings.source
     if not folder.is_dir():
         raise CheckpointError(f"`{folder}` is no folder", hint="give the folder that config.json is in")
+    require_inside(folder, [*readable(folder), *(path for path in folder.iterdir() if is_pickle(path.name))])
     files = _files(folder)
     require([folder / "config.json"], "which describes the model")
     config = read_json(folder / "config.json")
