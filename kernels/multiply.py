@@ -129,18 +129,18 @@ def panel(bits: int) -> Callable[..., Any]:
     """The kernel that dequantizes columns of one section into `out` [in, columns], float32 or bfloat16 bits (uint16).
 
     Arguments: first, last (strips of the panel), low, high, scales, zeros, starts, offset as for `float_dot`, the strip
-    of the weight at which the panel starts, out.
+    of the weight at which the panel starts, int64 [in] the row of `out` for each row of the weight, out.
     """
 
     @compiled
-    def kernel(first, last, low, high, scales, zeros, starts, offset, origin, out):  # type: ignore[no-untyped-def]
+    def kernel(first, last, low, high, scales, zeros, starts, offset, origin, order, out):  # type: ignore[no-untyped-def]
         for place in range(first, last):
             strip = origin + place
             for group in range(starts.size - 1):
                 scale, zero = grid(scales, zeros, strip, group)
                 for unit in range(starts[group], starts[group + 1]):
                     for quad in range(QUADS):
-                        write(scale, zero, out, offset + unit, place, low, high, strip, unit, quad, bits)
+                        write(scale, zero, out, order, offset + unit, place, low, high, strip, unit, quad, bits)
 
     return kernel
 
@@ -281,27 +281,28 @@ def multiply_floats(typing, total, scale, zero, x, place, low, high, strip, unit
 
 
 @intrinsic(prefer_literal=True)
-def write(typing, scale, zero, out, place, column, low, high, strip, unit, quad, bits):  # type: ignore[no-untyped-def]
-    """Dequantize four rows of one unit of a strip into `out` [in, columns], at unit `place` and strip `column`."""
+def write(typing, scale, zero, out, order, place, column, low, high, strip, unit, quad, bits):  # type: ignore[no-untyped-def]
+    """Dequantize four rows of one unit of a strip into strip `column` of `out` [in, columns], in the rows that `order`
+    has for unit `place`."""
     width = bits.literal_value
 
     def emit(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        out, low, high = _unpacked(context, b, signature, arguments, (2, 5, 6))
+        out, order, low, high = _unpacked(context, b, signature, arguments, (2, 3, 6, 7))
         length = cgutils.unpack_tuple(b, out.shape)[1]
-        four = _quad(b, low, high, width, arguments[7], arguments[8], arguments[9])
-        first = b.add(b.mul(arguments[3], I64(UNIT)), b.mul(arguments[9], I64(4)))
+        four = _quad(b, low, high, width, arguments[8], arguments[9], arguments[10])
+        first = b.add(b.mul(arguments[4], I64(UNIT)), b.mul(arguments[10], I64(4)))
         below = b.fsub(every(FLOAT, 0.0), b.fmul(arguments[0], arguments[1]))
         for n in range(4):
             if signature.args[2].dtype == types.float32:
                 weight = _round_to_half(b, _weight(b, four, n, arguments[0], arguments[1]))
             else:
                 weight = _bfloat_bits(b, multiply_add(b, _code(b, four, n), arguments[0], below))
-            line = b.mul(b.add(first, I64(n)), length)
-            target = b.gep(out.data, [b.add(line, b.mul(arguments[4], I64(STRIP)))])
+            line = b.mul(b.load(b.gep(order.data, [b.add(first, I64(n))])), length)
+            target = b.gep(out.data, [b.add(line, b.mul(arguments[5], I64(STRIP)))])
             b.store(weight, b.bitcast(target, weight.type.as_pointer()), align=2)
         return context.get_dummy_value()
 
-    return types.none(scale, zero, out, place, column, low, high, strip, unit, quad, bits), emit
+    return types.none(scale, zero, out, order, place, column, low, high, strip, unit, quad, bits), emit
 
 
 @intrinsic

@@ -236,6 +236,13 @@ def test_exl2_matmul(backend: Backend, groups: tuple[tuple[int, int], ...], m: i
     _assert_close(backend.exl2_matmul(x, backend.exl2_repack(weight)), x, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exl2_matmul_of_more_rows_than_are_taken_one_by_one(backend: Backend, dtype: torch.dtype) -> None:
+    weight, expected = _exl2(EXL2_GROUPS["all widths"], 96)
+    x = torch.randn(80, len(expected), generator=_random(3)).to(dtype)
+    _assert_close(backend.exl2_matmul(x, backend.exl2_repack(weight)), x, expected)
+
+
 @pytest.mark.parametrize(("bits", "out"), [(2, 1), (3, 33), (4, 64), (8, 70)])
 def test_grid_error(backend: Backend, bits: int, out: int) -> None:
     random, top = _random(bits), (1 << bits) - 1
