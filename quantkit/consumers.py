@@ -19,6 +19,7 @@ OURS = "quantkit"
 # What `--target` names → groups of consumers; of each group one has to load the folder, the first by preference.
 TARGETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "transformers": (("transformers",),),
+    "gptqmodel": (("GPTQModel",),),
     "vllm": (("vLLM Marlin", "vLLM plain"),),
     "exllamav2": (("exllamav2",),),
     "any": (("transformers",), ("GPTQModel",), ("vLLM Marlin",), ("SGLang",), ("exllamav2",)),

@@ -21,6 +21,10 @@ class QuantizeSettings:
     target: str | None = None
     free_group_size: bool = False
     """With a target: it may choose another group size."""
+    free_widths: tuple[int, ...] = ()
+    """Widths that linears may have for their damage's sake; with a target it says which, for `--effort best`."""
+    free_alone: bool = False
+    """Linears that read one input may differ in width."""
     rule: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     lm_head: bool = False

@@ -60,7 +60,7 @@ def quantize(
         str | None,
         typer.Option(
             "--target",
-            help="Who shall load it: transformers, vllm, exllamav2, or any of them and GPTQModel and SGLang too. "
+            help="Who shall load it: transformers, gptqmodel, vllm, exllamav2, or any of them and SGLang too. "
             "Chooses the group size if none is given; what cannot be loaded is refused before work.",
         ),
     ] = None,

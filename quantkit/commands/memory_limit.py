@@ -40,7 +40,7 @@ def within_memory(
     if settings.max_memory is not None and settings.evaluate:
         raise UsageError("`--max-memory` does not hold for the comparison at the end", hint="add `--no-eval`")
     planned = settings.plan is not None or settings.measurement is not None or settings.redo is not None
-    measures = settings.format == "exl2" and not planned
+    measures = bool(settings.free_widths) or (settings.format == "exl2" and not planned)
     subject = limited(
         subject,
         settings.max_memory,

@@ -32,7 +32,7 @@ from quantkit.commands.quantize_end import (
     measured_now,
     spent_since,
 )
-from quantkit.commands.quantize_exl2 import check_format, choose_recipe, known_recipe
+from quantkit.commands.quantize_exl2 import GPTQ_OPTIONS, check_format, choose_recipe, known_recipe
 from quantkit.commands.quantize_job import (
     UNTRIED,
     QuantizeJob,
@@ -66,7 +66,8 @@ from quantkit.job.job import Facts, Job
 from quantkit.progress import Progress, Tqdm
 from quantkit.settings import QuantizeSettings
 
-EXL2_OPTIONS = ("bpw", "head_bits", "include_head")
+MEASURED_OPTIONS = {"exl2": ("bpw", "head_bits", "include_head"), "gptq": GPTQ_OPTIONS}
+"""What is known of a recipe whose measurement is gone."""
 
 
 def quantize(
@@ -177,7 +178,8 @@ def _known(
 ) -> dict[str, Any]:
     """What the report of a result that was made before would say, as far as that is known."""
     recipe = known_recipe(settings, subject, progress, weights)
-    own = {name: getattr(settings, name) for name in EXL2_OPTIONS} if recipe is None else recipe.settings()
+    asked = {name: getattr(settings, name) for name in MEASURED_OPTIONS[settings.format]}
+    own = asked if recipe is None else recipe.settings()
     plan = None if recipe is None else prepare(subject, recipe, strict=False, hessian_dtype=hessian_dtype).plan
     return known_afterwards(
         settings.format if recipe is None else recipe.name,

@@ -9,6 +9,7 @@ from quantkit.commands.measure_outline import outline
 from quantkit.commands.quantize_job import Subject
 from quantkit.commands.quantize_recipe import Exl2Recipe, GptqRecipe, Recipe
 from quantkit.commands.quantize_rules import Rule, read_rules
+from quantkit.commands.quantize_widths import Freedom, choose_widths
 from quantkit.commands.sensitivity import BackwardPass
 from quantkit.consumers import TARGETS
 from quantkit.errors import UsageError
@@ -94,6 +95,9 @@ def choose_recipe(
     found = known_recipe(settings, subject, progress, model)
     if found is not None:
         return found
+    if settings.format == "gptq":
+        freedom = Freedom(settings.free_widths, settings.free_alone)
+        return choose_widths(choose_gptq(settings, subject), freedom, subject, job, run_backward().found, progress)
     assert settings.bpw is not None
     expected = outline(subject)
     if settings.strict:
@@ -110,7 +114,7 @@ def known_recipe(
     """The recipe that needs no measuring; None where it does. The fingerprint of the model is found, which reads all
     of it, where it is needed and not given as `model`. Raises as `choose_recipe` does."""
     if settings.format == "gptq":
-        return choose_gptq(settings, subject)
+        return None if settings.free_widths else choose_gptq(settings, subject)
     if settings.plan is not None:
         mixes = MixPlan.load(settings.plan)
         mixes.require(model or fingerprint(subject.checkpoint), as_measured(settings))

@@ -11,9 +11,10 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.commands.effort import Effort, choose_effort, choose_hessian_dtype
 from quantkit.commands.measure_outline import outline
 from quantkit.commands.memory_limit import within_memory
-from quantkit.commands.quantize_exl2 import check_format, known_recipe
+from quantkit.commands.quantize_exl2 import check_format, choose_gptq, known_recipe
 from quantkit.commands.quantize_job import (
     QuantizeJob,
+    Subject,
     choose_placement,
     open_model,
     open_subject,
@@ -46,8 +47,8 @@ class Redone:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a quantization, or a redo of a part of one, would be and take. `foretold` where an EXL2 plan waits for a
-    measurement: then the mixes are those of a guess, their bits those of the budget."""
+    """What a quantization, or a redo of a part of one, would be and take. `foretold` where a plan waits for a
+    measurement: then the widths are those of a guess, their bits those of the budget."""
 
     out: Path
     format: str
@@ -126,10 +127,10 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
     settings = fit_target(settings, subject, progress)
     subject = within_memory(subject, settings, effort, hessian_dtype, progress)
     recipe = known_recipe(settings, subject, progress)
-    expected = None if recipe else outline(subject)
+    expected = None if recipe or settings.free_widths else outline(subject)
     job = prepare(
         subject,
-        recipe or guess(settings, expected),
+        recipe or guess(settings, subject, expected),
         settings.strict,
         hessian_dtype=hessian_dtype,
         route_all=settings.route_all,
@@ -158,10 +159,12 @@ def _rehearsed(
     """`expected`: a measurement that has yet to be made; `start`: wall and processor seconds when it all began."""
     checkpoint = job.subject.checkpoint
     weighs = effort.weighs or expected is not None
+    guessed = expected is not None or bool(settings.free_widths)
     needs = disk_needs(job, weighs=weighs)
     require_space(needs, out, job_place(settings.job, out, checkpoint.path))
     require_finite(checkpoint, progress)
-    candidates = max((len(linear.candidates) for linear in expected.linears), default=0) if expected else 0
+    measured = max((len(linear.candidates) for linear in expected.linears), default=0) if expected else 0
+    candidates = measured or len(settings.free_widths)
     before = time.monotonic() - start[0], time.process_time() - start[1]  # the real run does all of it, too
     rehearsal = rehearse(job, progress, weighs=weighs, solves=1 + candidates)
     seconds, cpu_seconds = rehearsal.seconds + before[0], rehearsal.cpu_seconds + before[1]
@@ -174,7 +177,7 @@ def _rehearsed(
         effort.name,
         {**job.recipe.settings(), "rotate": settings.rotate},
         job.plan,
-        expected is not None,
+        guessed,
         needs,
         rehearsal,
         memory,
@@ -204,9 +207,11 @@ def machine_memory() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def guess(settings: QuantizeSettings, expected: Measurement | None) -> Recipe:
-    """Mixes for a budget as if each bit halved the error of every weight alike."""
-    assert expected is not None
+def guess(settings: QuantizeSettings, subject: Subject, expected: Measurement | None) -> Recipe:
+    """Mixes for a budget as if each bit halved the error of every weight alike; for GPTQ one width for all linears,
+    whose bits are those of the budget."""
+    if expected is None:
+        return choose_gptq(settings, subject)
     assert settings.bpw is not None
     if settings.strict:
         require_no_dense(expected)

@@ -3,18 +3,21 @@
 The rules are those of `quantkit check` (`consumers`), asked about a folder that is only planned.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.checkpoint.spelling import spellings
+from quantkit.commands.effort import choose_effort
 from quantkit.commands.quantize_exl2 import choose_gptq
 from quantkit.commands.quantize_job import Subject
+from quantkit.commands.quantize_rules import Rule, deciding, read_rules
+from quantkit.commands.quantize_widths import WIDTHS, Freedom, width_rules
 from quantkit.consumers import TARGETS, Verdict, verdicts
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.formats.gptq_config import GptqConfig, GptqSettings
 from quantkit.inventory import DENSE, EXL2, GPTQ, Inventory, StoredLinear, family_name
-from quantkit.models.architecture import HEAD, LinearSpec
+from quantkit.models.architecture import HEAD, LinearSpec, by_stage
 from quantkit.plan import PlannedLinear
 from quantkit.progress import Progress
 from quantkit.settings import QuantizeSettings
@@ -33,7 +36,7 @@ class _Outcome:
 
 def fit_target(settings: QuantizeSettings, subject: Subject, progress: Progress) -> QuantizeSettings:
     """The settings that the target can load, the target itself taken out: as they are, or, where the group size was
-    left to it, with another one.
+    left to it, with another one. With `--effort best` they say what widths single linears may have there, if several.
 
     Raises FormatError, with the linear that stands in the way and a change that would do.
     """
@@ -54,7 +57,42 @@ def fit_target(settings: QuantizeSettings, subject: Subject, progress: Progress)
         progress.say(f"{verdict.consumer} will not load this: {verdict.objections[0]}")
     for caution in outcome.cautions:
         progress.say(caution)
-    return replace(settings, target=None, free_group_size=False)
+    settings = replace(settings, free_group_size=False)
+    free = _freedom(settings, subject, outcome)
+    if free is not None:  # then the target is among what the result depends on
+        return replace(settings, free_widths=free.widths, free_alone=free.alone)
+    return replace(settings, target=None)
+
+
+def _freedom(settings: QuantizeSettings, subject: Subject, outcome: _Outcome) -> Freedom | None:
+    """Which widths the target reads beside `--bits`, if that leaves a choice: a linear without a rule is given each of
+    them, by itself or with those that read the same input."""
+    if settings.format != GPTQ or not choose_effort(settings).tunes:
+        return None
+    rules = read_rules(settings.rule, settings.skip)
+    names = [[subject.module_on_disk(spec.name) for spec in stage] for stage in by_stage(subject.linears)]
+    free = [stage for stage in names if not any(deciding(rules, name) for name in stage)]
+    if not free:
+        return None
+    widest = max(free, key=len)
+    for alone, changed in ((True, widest[:1]), (False, widest)):
+        widths = [
+            bits
+            for bits in WIDTHS
+            if bits == settings.bits or _reads(settings, subject, width_rules(dict.fromkeys(changed, bits)), outcome)
+        ]
+        if min(widths) < settings.bits < max(widths):
+            return Freedom(tuple(widths), alone)
+    return None
+
+
+def _reads(settings: QuantizeSettings, subject: Subject, rules: Sequence[Rule], outcome: _Outcome) -> bool:
+    """Whether the target loads a folder with these rules as well as without them."""
+    try:
+        found = _try(replace(settings, rule=(*settings.rule, *(rule.text for rule in rules))), subject)
+    except QuantkitError:  # a width that the rest of the settings does not go with
+        return False
+    return not found.objections and (found.second_choice is None or outcome.second_choice is not None)
 
 
 def _try(settings: QuantizeSettings, subject: Subject) -> _Outcome:

@@ -1,13 +1,14 @@
 """The recipe of a folder that is there already: what each of its linears is stored as."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.commands.quantize_exl2 import choose_gptq
 from quantkit.commands.quantize_job import Subject
 from quantkit.commands.quantize_recipe import Recipe, exl2_codec
+from quantkit.commands.quantize_widths import written_rules
 from quantkit.formats import exl2
 from quantkit.formats.codec import Codec, Layout
 from quantkit.mix_plan import with_layout
@@ -19,10 +20,12 @@ DENSE_THERE = "it is dense in the result"
 
 
 def stored_recipe(settings: QuantizeSettings, subject: Subject, result: Checkpoint) -> Recipe:
-    """Of `result`, which these settings have made. A GPTQ folder follows from its settings alone; the mixes of EXL2 are
-    read from the tensors, since nobody knows the measurement any more."""
+    """Of `result`, which these settings have made. A GPTQ folder follows from its settings and the widths that it says
+    were chosen; the mixes of EXL2 are read from the tensors, since nobody knows the measurement any more."""
     if settings.format == "gptq":
-        return choose_gptq(settings, subject)
+        recipe = choose_gptq(settings, subject)
+        dynamic = (result.quantization or {}).get("dynamic") or {}
+        return replace(recipe, rules=(*recipe.rules, *written_rules(dynamic, recipe)))
     asked = {"bpw": settings.bpw, "head_bits": settings.head_bits, "include_head": settings.include_head}
     layouts = {spec.name: _layout(result, spec.name) for spec in (*subject.linears, subject.head)}
     known = {name: layout for name, layout in layouts.items() if layout is not None}

@@ -46,7 +46,7 @@ from quantkit.version import VERSION
 
 FILES = ("plan", "measurement")
 """Settings of `quantkit quantize` that are files, of which a record has the digest."""
-NO_OPTION = ("model", "out", "device", "dtype", "free_group_size", "evaluate")
+NO_OPTION = ("model", "out", "device", "dtype", "free_group_size", "free_widths", "free_alone", "evaluate")
 """Settings that are said otherwise, or that change no byte."""
 NO = {"sym": "--asym"}
 """How an option is put off, where `--no-` before its name does not do it."""
