@@ -23,6 +23,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
 
+PACKAGES = {"gptqmodel": "gptqmodel", "gptqmodel-best": "gptqmodel", "autoround": "auto-round"}
 AUTOROUND_ITERATIONS = 200
 AUTOROUND_BATCH = 8
 
@@ -93,7 +94,7 @@ def main() -> None:
         "cpu_seconds": time.process_time(),
         "peak_memory_bytes": int(peak[1]) * 1024 if peak else 0,
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "gptqmodel", "auto-round")},
+        "versions": {name: version(name) for name in ("torch", "transformers", PACKAGES[asked.tool])},
     }
     # AutoRound may name a folder of its own inside the one it is given.
     place = asked.out if (asked.out / "config.json").is_file() else next(asked.out.glob("*/config.json")).parent
