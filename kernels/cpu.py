@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.kernels import columns, integers, multiply
+from quantkit.kernels import columns, integers, many_queries, multiply
 from quantkit.kernels.integers import BLOCK_ROWS
 from quantkit.kernels.jit import LEAST_WORK, spread, targets
 from quantkit.kernels.planes import (
@@ -36,6 +36,8 @@ FEW_ROWS = 32
 FEW_ROWS_OF_INTEGERS = 64
 # Columns of one dequantized panel: its weights stay in the outer cache.
 PANEL_COLUMNS = 512
+# Fewer are left to torch, or to the steps of a decode.
+FEW_QUERIES = 16
 # Threads of torch look out for more work for a while after a product. On two processors a second thread of ours would
 # only wait for theirs. (Measured: 1.9 ms alone and 1.9 ms in two threads, beside 27 ms of the product)
 SPINNING_THREADS = 2
@@ -148,6 +150,18 @@ class CpuBackend(ReferenceBackend):
 
     def exl2_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
         return _matmul(x, repacked) if isinstance(repacked, Planes) else super().exl2_matmul(x, repacked)
+
+    def attends_many(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        fits = q.shape[-2] >= FEW_QUERIES and q.shape[-1] == v.shape[-1] and q.shape[-1] % 2 == 0
+        plain = all(part.dtype == torch.bfloat16 and not part.requires_grad for part in (q, k, v))
+        return many_queries.HAS_PAIR_PRODUCTS and fits and plain
+
+    def attend_many(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0) -> Tensor:
+        if not self.attends_many(q, k, v):
+            return super().attend_many(q, k, v, scale=scale, window=window)
+        threads = torch.get_num_threads()
+        threads = 1 if threads <= SPINNING_THREADS else threads
+        return many_queries.attend(q, k, v, scale=scale, window=window, threads=threads)
 
     def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
         (g, out), n = rows.shape, scales.shape[0]

@@ -103,6 +103,20 @@ class Backend(Protocol):
     def exl2_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
         """As `gptq_matmul`."""
 
+    def attends_many(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether `attend_many` is for tensors like these, and faster than torch's own kernel."""
+
+    def attend_many(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0) -> Tensor:
+        """Causal attention of the last s of t positions: q [heads, s, d], k and v [kv_heads, t, d] → [s, heads, d] in
+        the dtype of q, scores and sums in float32. Head h reads key-value head h // (heads / kv_heads).
+
+        scale   above 0
+        window  positions a query sees, its own included; 0 for all before it
+
+        What is no finite number in a query, or in what it sees, comes out of it as NaN; such a value may come out of
+        queries just before it as well.
+        """
+
     def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
         """What each candidate grid would cost: `Σ_r importance[r] · (rows[r, o] - nearest(rows[r, o]))²`.
 

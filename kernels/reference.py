@@ -95,6 +95,19 @@ class ReferenceBackend:
     def exl2_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
         return multiply(x, self.exl2_dequantize(self.exl2_restore(repacked)))
 
+    def attends_many(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return False
+
+    def attend_many(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0) -> Tensor:
+        (heads, queries, _), (kv_heads, positions, _) = q.shape, k.shape
+        grouped = q.to(torch.float32).unflatten(0, (kv_heads, heads // kv_heads))
+        scores = grouped @ k.to(torch.float32)[:, None].transpose(-1, -2) * scale
+        query = torch.arange(positions - queries, positions, device=q.device)[:, None]
+        key = torch.arange(positions, device=q.device)
+        unseen = (key > query) | (key <= query - window if window else torch.zeros_like(key, dtype=torch.bool))
+        shares = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
+        return (shares @ v.to(torch.float32)[:, None]).flatten(0, 1).transpose(0, 1).to(q.dtype)
+
     def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
         errors = torch.empty_like(scales)
         for n, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):

@@ -1,8 +1,8 @@
 """Attention: grouped heads over the past, with optional window, soft cap, head norms and cache.
 
-Queries are the last `s` of `t` positions. Torch's fused kernel computes what it can; scores are written out only where
-a soft cap stands between product and softmax. Windows and caps go through in pieces of queries, so that no mask or
-score matrix grows with the square of the text.
+Queries are the last `s` of `t` positions. Many of them are left to the backend where it is fast, what torch's fused
+kernel computes to that; scores are written out only where a soft cap stands between product and softmax. Windows and
+caps go through in pieces of queries, so that no mask or score matrix grows with the square of the text.
 """
 
 import math
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit import kernels
 from quantkit.models.fan import Fan, Observe
 from quantkit.models.norm import Norm
 from quantkit.models.rope import Rope, Rotary
@@ -94,6 +95,11 @@ def attend(
     queries, positions = q.shape[2], k.shape[2]
     if window is not None and window + sinks >= positions:
         window = None
+    if q.device.type == "cpu" and cap is None and not (window and sinks):
+        backend = kernels.backend("cpu")
+        if backend.attends_many(q, k, v):
+            rows = (backend.attend_many(*row, scale=scale, window=window or 0) for row in zip(q, k, v, strict=True))
+            return torch.stack(list(rows)).transpose(1, 2)
     if cap is None and window is None and queries in (1, positions):
         return _fused(q, k, v, scale, is_causal=queries > 1)
     pieces = [

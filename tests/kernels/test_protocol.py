@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit import kernels
 from quantkit.errors import FormatError
-from quantkit.kernels import multiply
+from quantkit.kernels import many_queries, multiply
 from quantkit.kernels.protocol import WIDTHS, Backend, Exl2Weight, GptqWeight
 
 # The CPU kernels are swept a second time as on a processor that cannot multiply bytes.
@@ -241,6 +241,39 @@ def test_exl2_matmul_of_more_rows_than_are_taken_one_by_one(backend: Backend, dt
     weight, expected = _exl2(EXL2_GROUPS["all widths"], 96)
     x = torch.randn(80, len(expected), generator=_random(3)).to(dtype)
     _assert_close(backend.exl2_matmul(x, backend.exl2_repack(weight)), x, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "positions", "dim", "window"),
+    [(9, 3, 50, 50, 64, 0), (4, 1, 33, 100, 80, 0), (2, 2, 16, 16, 6, 0), (4, 2, 40, 130, 32, 17), (2, 1, 70, 70, 128, 1)],
+)
+def test_attend_many(
+    backend: Backend, heads: int, kv_heads: int, queries: int, positions: int, dim: int, window: int, dtype: torch.dtype
+) -> None:
+    random = _random(queries)
+    q = torch.randn(queries, heads, dim, generator=random).to(dtype).transpose(0, 1)
+    k, v = torch.randn(2, kv_heads, positions, dim, generator=random).to(dtype)
+    found = backend.attend_many(q, k, v, scale=0.3, window=window)
+    assert found.dtype == dtype
+    assert found.shape == (queries, heads, dim)
+    for head, query in itertools.product(range(heads), range(0, queries, 7)):
+        last = positions - queries + query + 1
+        seen = slice(max(0, last - window) if window else 0, last)
+        past, values = (side[head // (heads // kv_heads), seen].double() for side in (k, v))
+        expected = (past @ q[head, query].double() * 0.3).softmax(0) @ values
+        bound = 1e-5 if dtype == torch.float32 else 2e-2  # exponentials and results are rounded to 8 bits
+        torch.testing.assert_close(found[query, head].double(), expected, rtol=bound, atol=bound)
+
+
+def test_attends_many(backend: Backend) -> None:
+    """Never what it does not compute: gradients, other dtypes, heads of keys and values that differ."""
+    q, k = torch.zeros(4, 40, 64, dtype=torch.bfloat16), torch.zeros(2, 40, 64, dtype=torch.bfloat16)
+    assert backend.attends_many(q, k, k) == (backend.name == "cpu" and many_queries.HAS_PAIR_PRODUCTS)
+    assert not backend.attends_many(q.float(), k.float(), k.float())
+    assert not backend.attends_many(q.clone().requires_grad_(), k, k)
+    assert not backend.attends_many(q, k, k[:, :, :32])
+    assert not backend.attends_many(q[:, :3], k, k)
 
 
 @pytest.mark.parametrize(("bits", "out"), [(2, 1), (3, 33), (4, 64), (8, 70)])

@@ -54,14 +54,25 @@ def test_the_dtype_is_kept(cap: float | None) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_many_queries_of_several_texts_in_halves(window: int | None) -> None:
+    q = torch.randn(2, 4, 30, 32, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    k, v = torch.randn(2, 2, 2, 45, 32, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    got = attend(q, k, v, scale=0.2, window=window)
+    torch.testing.assert_close(got.double(), written_out(q, k, v, 0.2, window, None), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(("queries", "positions"), [(1, 1), (1, 21), (5, 5), (5, 21), (16, 16)])
 @pytest.mark.parametrize("place", ["query", "key", "value"])
-def test_what_is_no_number_comes_out_and_stays_in_its_row(place: str, queries: int, positions: int, cap: float | None) -> None:
+def test_what_is_no_number_comes_out_and_stays_in_its_row(
+    place: str, queries: int, positions: int, cap: float | None, dtype: torch.dtype
+) -> None:
     """Torch's kernel for CPUs hides a NaN score when there are few queries: damaged weights would talk nonsense."""
     q = torch.randn(2, 4, queries, 8, generator=torch.Generator().manual_seed(3))
     k, v = torch.randn(2, 2, 2, positions, 8, generator=torch.Generator().manual_seed(4))
     {"query": q, "key": k, "value": v}[place][1, :, -1, -1] = float("nan")
-    got = attend(q, k, v, scale=0.4, cap=cap)
+    got = attend(q.to(dtype), k.to(dtype), v.to(dtype), scale=0.4, cap=cap)
     assert got[0].isfinite().all()
     assert got[1, :, -1].isnan().any()
