@@ -170,7 +170,8 @@ def _check_ranks(adapter: Adapter) -> None:
         shapes = [adapter.header.entries[key].shape for key in (first, second)]
         expected = _of_module(config, "rank_pattern", name.removesuffix(".weight"), config.get("r"))
         if [len(shape) for shape in shapes] != [2, 2] or shapes[0][0] != shapes[1][1]:
-            raise CheckpointError(f"`{first}` and its other half do not fit: {shapes}", hint="fetch it again")
+            halves = f"`{first}` and its other half in `{adapter.header.path}`"
+            raise CheckpointError(f"{halves} do not fit: {shapes}", hint="fetch it again")
         if expected is not None and shapes[0][0] != expected:
             raise CheckpointError(
                 f"`{first}` in `{adapter.path}` has rank {shapes[0][0]}, its config says {expected}", hint=TRAINED_WITH

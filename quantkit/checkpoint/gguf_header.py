@@ -41,6 +41,10 @@ class Metadata(Mapping[str, Value]):
     def __init__(self, values: dict[str, Value], path: Path) -> None:
         self._values, self._path = values, path
 
+    def at(self, key: str) -> str:
+        """An entry and its file, as errors name them."""
+        return f"metadata {shown(key)} of `{self._path}`"
+
     def __getitem__(self, key: str) -> Value:
         return self._values[key]
 
@@ -88,8 +92,7 @@ class Metadata(Mapping[str, Value]):
         return items
 
     def _mistyped(self, key: str, expected: str, found: str) -> CheckpointError:
-        where = f"metadata {shown(key)} of `{self._path}`"
-        return CheckpointError(f"{where} is {found}, expected {expected}", hint=OUTDATED)
+        return CheckpointError(f"{self.at(key)} is {found}, expected {expected}", hint=OUTDATED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,19 +182,19 @@ def _count(metadata: Metadata, key: str, default: int | None = None) -> int:
     value = metadata.get(key)
     if isinstance(value, list):
         if len(set(value)) != 1:
-            raise UnsupportedModel(f"metadata `{key}` differs between blocks, expected one for all", hint=ORIGINAL)
+            raise UnsupportedModel(f"{metadata.at(key)} differs between blocks, expected one for all", hint=ORIGINAL)
         found = metadata.integers(key)[0]
     else:
         found = metadata.integer(key, default)
     if found < 1:
-        raise CheckpointError(f"metadata `{key}` is {found}, expected at least 1", hint=ORIGINAL)
+        raise CheckpointError(f"{metadata.at(key)} is {found}, expected at least 1", hint=ORIGINAL)
     return found
 
 
 def _positive(metadata: Metadata, key: str, default: float | None = None) -> float:
     found = metadata.number(key, default)
     if not 0.0 < found < math.inf:
-        raise CheckpointError(f"metadata `{key}` is {found}, expected a positive number", hint=ORIGINAL)
+        raise CheckpointError(f"{metadata.at(key)} is {found}, expected a positive number", hint=ORIGINAL)
     return found
 
 

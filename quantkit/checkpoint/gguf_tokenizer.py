@@ -85,9 +85,9 @@ def rebuild(metadata: Metadata, vocab_size: int, context_length: int) -> Importe
         tokenizer, kind = sentencepiece_bpe(metadata, vocabulary), "SentencePiece BPE"
     else:
         raise UnsupportedModel(
-            f"metadata `tokenizer.ggml.model` is {shown(model)}, expected gpt2 or llama", hint=ORIGINAL
+            f"{metadata.at('tokenizer.ggml.model')} is {shown(model)}, expected gpt2 or llama", hint=ORIGINAL
         )
-    _check_loads(tokenizer)
+    _check_loads(metadata, tokenizer)
     ids = {f"{name}_token_id": vocabulary.roles.get(role) for name, role in HF_ROLES.items() if name != "unk"}
     return ImportedTokenizer(
         tokenizer,
@@ -103,9 +103,10 @@ def byte_level_bpe(metadata: Metadata, vocabulary: Vocabulary) -> Json:
     pre = metadata.text("tokenizer.ggml.pre")
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
-        raise UnsupportedModel(f"metadata `tokenizer.ggml.pre` is {shown(pre)}, expected one of {known}", hint=ORIGINAL)
-    if metadata.flag("tokenizer.ggml.add_space_prefix", False):
-        raise UnsupportedModel("metadata `tokenizer.ggml.add_space_prefix` = true cannot be honoured", hint=ORIGINAL)
+        where = metadata.at("tokenizer.ggml.pre")
+        raise UnsupportedModel(f"{where} is {shown(pre)}, expected one of {known}", hint=ORIGINAL)
+    if metadata.flag(key := "tokenizer.ggml.add_space_prefix", False):
+        raise UnsupportedModel(f"{metadata.at(key)} = true cannot be honoured", hint=ORIGINAL)
     rules = PRE_TOKENIZERS[pre]
     steps: list[Json] = []
     if rules.single_digits:
@@ -127,12 +128,13 @@ def sentencepiece_bpe(metadata: Metadata, vocabulary: Vocabulary) -> Json:
     """tokenizer.json of a `llama` tokenizer: BPE over characters, bytes for what the vocabulary lacks."""
     if metadata.flag("tokenizer.ggml.remove_extra_whitespaces", False):
         key = "tokenizer.ggml.remove_extra_whitespaces"
-        raise UnsupportedModel(f"metadata `{key}` = true cannot be honoured", hint=ORIGINAL)
+        raise UnsupportedModel(f"{metadata.at(key)} = true cannot be honoured", hint=ORIGINAL)
     bytewise, unknown = BYTE in vocabulary.types, vocabulary.text("unknown")
     if unknown is None and UNKNOWN in vocabulary.types:
         unknown = vocabulary.tokens[vocabulary.types.index(UNKNOWN)]
     if unknown is None and not bytewise:
-        raise contradiction("`tokenizer.ggml.tokens` has neither bytes nor an unknown token for what it lacks")
+        fault = "has neither bytes nor an unknown token for what it lacks"
+        raise contradiction(metadata, "tokenizer.ggml.tokens", fault)
     prefixed = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     prepend = [{"type": "Prepend", "prepend": SPACE}] if prefixed else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
@@ -145,7 +147,7 @@ def sentencepiece_bpe(metadata: Metadata, vocabulary: Vocabulary) -> Json:
         post_processor=_frame(metadata, vocabulary, adds_bos=True),
         decoder={"type": "Sequence", "decoders": [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         model={
-            "merges": _merges_by_score(vocabulary, metadata.numbers("tokenizer.ggml.scores")),
+            "merges": _merges_by_score(metadata, vocabulary, metadata.numbers("tokenizer.ggml.scores")),
             "unk_token": unknown,
             "fuse_unk": True,
             "byte_fallback": bytewise,
@@ -157,17 +159,18 @@ def _merges(metadata: Metadata) -> list[list[str]]:
     merges = [merge.split(" ") for merge in metadata.texts("tokenizer.ggml.merges")]
     for merge in merges:
         if len(merge) != 2:
-            raise contradiction(f"`tokenizer.ggml.merges` has {shown(' '.join(merge))}, expected two tokens")
+            raise contradiction(metadata, "tokenizer.ggml.merges", f"has {shown(' '.join(merge))}, expected two tokens")
     return merges
 
 
-def _merges_by_score(vocabulary: Vocabulary, scores: Sequence[float]) -> list[list[str]]:
+def _merges_by_score(metadata: Metadata, vocabulary: Vocabulary, scores: Sequence[float]) -> list[list[str]]:
     """Every way to join two pieces into a third, by falling score of the third.
 
     Source: SentencePiece BPE joins the neighbours whose union has the highest score, over and over.
     """
     if len(scores) != len(vocabulary.tokens):
-        raise contradiction(f"`tokenizer.ggml.scores` has {len(scores)} entries for {len(vocabulary.tokens)} tokens")
+        fault = f"has {len(scores)} entries for {len(vocabulary.tokens)} tokens"
+        raise contradiction(metadata, "tokenizer.ggml.scores", fault)
     pieces = {
         token: index
         for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
@@ -217,7 +220,8 @@ def _frame(metadata: Metadata, vocabulary: Vocabulary, *, adds_bos: bool) -> Jso
     texts = {role: vocabulary.text(role) for role, on in adds.items() if on}
     for role, text in texts.items():
         if text is None:
-            raise contradiction(f"`tokenizer.ggml.add_{role}_token` is true without `tokenizer.ggml.{role}_token_id`")
+            fault = f"is true without `tokenizer.ggml.{role}_token_id`"
+            raise contradiction(metadata, f"tokenizer.ggml.add_{role}_token", fault)
     if not texts:
         return None
 
@@ -260,10 +264,10 @@ def _generation_config(vocabulary: Vocabulary) -> Json:
     return {key: value for key, value in ids.items() if value is not None}
 
 
-def _check_loads(tokenizer: Json) -> None:
+def _check_loads(metadata: Metadata, tokenizer: Json) -> None:
     from tokenizers import Tokenizer
 
     try:
         Tokenizer.from_str(json.dumps(tokenizer))
     except Exception as error:  # the library knows no other class; a merge of unknown tokens ends here, for one
-        raise contradiction(f"`tokenizer.ggml.*` gives no tokenizer: {error}") from error
+        raise contradiction(metadata, "tokenizer.ggml.*", f"gives no tokenizer: {error}") from error

@@ -45,20 +45,22 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> Vocabulary:
     if "tokenizer.ggml.token_type" in metadata:
         types = metadata.integers("tokenizer.ggml.token_type")
     if len(types) != len(tokens):
-        raise contradiction(f"`tokenizer.ggml.token_type` has {len(types)} entries for {len(tokens)} tokens")
+        raise contradiction(metadata, "tokenizer.ggml.token_type", f"has {len(types)} entries for {len(tokens)} tokens")
+    key = "tokenizer.ggml.tokens"
     if len(tokens) > vocab_size:
-        raise contradiction(f"`tokenizer.ggml.tokens` has {len(tokens)} tokens for {vocab_size} rows of the embedding")
+        raise contradiction(metadata, key, f"has {len(tokens)} tokens for {vocab_size} rows of the embedding")
     token, times = Counter(tokens).most_common(1)[0] if tokens else ("", 0)
     if times != 1:
-        raise contradiction(f"`tokenizer.ggml.tokens` has {shown(token)} {times} times, expected every token once")
+        raise contradiction(metadata, key, f"has {shown(token)} {times} times, expected every token once")
     keys = {role: f"tokenizer.ggml.{role}_token_id" for role in ROLES}
     roles = {role: metadata.integer(key) for role, key in keys.items() if key in metadata}
     for role, index in roles.items():
         if not 0 <= index < len(tokens):
-            raise contradiction(f"`{keys[role]}` is {index}, expected less than {len(tokens)}, the number of tokens")
+            fault = f"is {index}, expected less than {len(tokens)}, the number of tokens"
+            raise contradiction(metadata, keys[role], fault)
     return Vocabulary(tokens, types, roles)
 
 
-def contradiction(message: str) -> CheckpointError:
-    """Metadata that cannot all be true."""
-    return CheckpointError(f"metadata {message}", hint=DAMAGED_HINT)
+def contradiction(metadata: Metadata, key: str, fault: str) -> CheckpointError:
+    """Metadata that cannot all be true; `fault` goes on behind the name of one entry."""
+    return CheckpointError(f"{metadata.at(key)} {fault}", hint=DAMAGED_HINT)

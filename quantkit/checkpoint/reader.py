@@ -11,7 +11,8 @@ since it was opened is an error, not another weight.
 import difflib
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -173,6 +174,17 @@ class Checkpoint:
                 hint="remove the tensors of the form that does not belong to this model, or fetch it again",
             )
 
+    @contextmanager
+    def telling_file(self, module: str) -> Iterator[None]:
+        """What a codec, which knows no files, objects to in the tensors of a module is told with the files they are
+        in."""
+        try:
+            yield
+        except FormatError as error:
+            files = dict.fromkeys(self.homes[f"{module}.{suffix}"].path for suffix in self.suffixes(module))
+            where = ", ".join(f"`{file}`" for file in files)
+            raise FormatError(f"{where}: {error.message}", hint=error.hint) from error
+
     def side_files(self) -> list[Path]:
         """What goes along when the model is written anew: tokenizer, chat template, licence, model card, …"""
         return folders.side_files(self.path)
@@ -242,12 +254,13 @@ class Checkpoint:
         suffixes = self._suffixes[module]
         self.require_one_form(module)
         tensors = {suffix: self.tensor(f"{module}.{suffix}") for suffix in suffixes}
-        if exl2.recognise(suffixes):
-            return exl2.decode(module, tensors, self._width(module, linear, part))
-        if gptq.recognise(suffixes):
-            return gptq.decode(module, tensors, self._gptq_settings(module, tensors))
-        if dense.recognise(suffixes):
-            return dense.decode(module, tensors)
+        with self.telling_file(module):
+            if exl2.recognise(suffixes):
+                return exl2.decode(module, tensors, self._width(module, linear, part))
+            if gptq.recognise(suffixes):
+                return gptq.decode(module, tensors, self._gptq_settings(module) or infer(module, tensors))
+            if dense.recognise(suffixes):
+                return dense.decode(module, tensors)
         method = (self.quantization or {}).get("quant_method", "an unknown format")
         raise FormatError(
             f"{shown(module)} in `{self.path}` is stored as {method} ({', '.join(suffixes)}), which cannot be read",
@@ -263,13 +276,14 @@ class Checkpoint:
             return None
         return sum(widths) if module == linear else widths[part]
 
-    def _gptq_settings(self, module: str, tensors: Mapping[str, Tensor]) -> GptqSettings:
+    def _gptq_settings(self, module: str) -> GptqSettings | None:
+        """As the folder says them; None where it says nothing."""
         if self._gptq is None:
-            return infer(module, tensors)
+            return None
         settings = self._gptq.for_module(module)
         if settings is None:
             raise FormatError(
-                f"{shown(module)} in `{self.path}` is stored as GPTQ, but a rule of `dynamic` says that it is dense",
+                f"{shown(module)} is stored as GPTQ, but a rule of `dynamic` says that it is dense",
                 hint="remove that rule from `quantization_config` in config.json",
             )
         return settings

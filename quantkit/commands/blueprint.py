@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.folder import read_json
+from quantkit.checkpoint.folder import read_json, readable
 from quantkit.checkpoint.links import require_inside
 from quantkit.errors import CheckpointError
 from quantkit.inventory import family_name
@@ -40,7 +40,7 @@ def open_blueprint(path: Path) -> Blueprint:
     if not file.exists():
         raise CheckpointError(f"`{file}` does not exist", hint="give a folder with a config.json, or that file")
     if path.is_dir():
-        require_inside(path, [file])
+        require_inside(path, readable(path))
     raw = read_json(file)
     config, architecture = ModelConfig.read(raw, str(file)), catalog.find(raw, str(file))
     return Blueprint(path, family_name(architecture), raw, config, architecture)

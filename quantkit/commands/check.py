@@ -110,9 +110,9 @@ def run(settings: CheckSettings, progress: Progress) -> CheckReport:
     faults += [*unknown, *check_model.quantization_faults(checkpoint, incomplete=found.incomplete)]
     zero_points: dict[str, tuple[int, int]] = {}
     if has_config and not unknown:
-        contents = check_model.content_faults(checkpoint, incomplete=found.incomplete)
-        values = value_findings(checkpoint, _modules_of(contents), progress)
-        faults += [*contents, *values.faults]
+        contents = list(check_model.content_faults(checkpoint, incomplete=found.incomplete))
+        values = value_findings(checkpoint, {module for module, _ in contents}, progress)
+        faults += [*(fault for _, fault in contents), *values.faults]
         notes += values.notes
         zero_points = values.zero_points
         if not faults:
@@ -157,12 +157,6 @@ def _damaged(faults: list[QuantkitError]) -> Objection:
 def _unknown(why: str, *, ours: bool | None = None) -> tuple[Verdict, ...]:
     last = CONSUMERS[-1].name
     return tuple(Verdict(each.name, ours if each.name == last else None, (Objection(None, why),)) for each in CONSUMERS)
-
-
-def _modules_of(faults: list[QuantkitError]) -> set[str]:
-    """The modules that these faults name first."""
-    names = {fault.message.split("`")[1] for fault in faults if fault.message.startswith("`")}
-    return names | {name.rpartition(".")[0] for name in names}
 
 
 def _counted(count: int, word: str) -> str:

@@ -95,35 +95,35 @@ def quantization_faults(checkpoint: Checkpoint, *, incomplete: bool) -> list[Qua
     return []
 
 
-def content_faults(checkpoint: Checkpoint, *, incomplete: bool) -> list[QuantkitError]:
-    """Tensors that are missing, too many, or of another shape or dtype than config.json asks for.
+def content_faults(checkpoint: Checkpoint, *, incomplete: bool) -> Iterator[tuple[str, QuantkitError]]:
+    """Tensors that are missing, too many, or of another shape or dtype than config.json asks for, each fault with the
+    module that it is of.
 
     incomplete  files are missing: the tensors that are not there are not told one by one
     """
     config, architecture = checkpoint.model_config, checkpoint.architecture
     linears = {spec.name: spec for spec in (*architecture.linears(config), head_spec(config))}
-    faults: list[QuantkitError] = []
     used: set[str] = set()
     for name, shape in architecture.tensors(config).items():
         module, _, suffix = name.rpartition(".")
         modules = next((found for found in spellings(module) if all(checkpoint.suffixes(m) for m in found)), ())
-        if not modules:
-            if not incomplete and suffix != "bias":
-                faults.append(_missing(checkpoint, name))
-            continue
+        if not modules and not incomplete and suffix != "bias":
+            yield module, _missing(checkpoint, name)
         for index, found in enumerate(modules):
             used.update(f"{found}.{known}" for known in checkpoint.suffixes(found))
             spec = linears.get(module)
             width = None if spec is None else spec.out_features if len(modules) == 1 else spec.widths[index]
-            faults += _of_module(checkpoint, found, suffix, shape if len(modules) == 1 else None, spec, width)
+            for fault in _of_module(checkpoint, found, suffix, shape if len(modules) == 1 else None, spec, width):
+                yield found, fault
     if config.tie_embeddings:
         used.update(f"{HEAD}.{suffix}" for suffix in checkpoint.suffixes(HEAD))
-        faults += _of_tied_head(checkpoint)
+        for fault in _of_tied_head(checkpoint):
+            yield HEAD, fault
     for name in checkpoint.names():
         if name not in used and not name.endswith(".rotary_emb.inv_freq"):
             what = f"`{name}` in `{checkpoint.homes[name].path}` belongs to no part of the model"
-            faults.append(CheckpointError(f"{what} that config.json describes", hint=AGAIN))
-    return faults
+            fault = CheckpointError(f"{what} that config.json describes", hint=AGAIN)
+            yield name.rpartition(".")[0], fault
 
 
 def loading_fault(checkpoint: Checkpoint) -> list[QuantkitError]:
@@ -152,7 +152,8 @@ def _of_module(
             yield CheckpointError(why, hint="correct the bias keys of config.json, or fetch the model again")
         return
     if len(found := forms(suffixes)) > 1:
-        yield FormatError(f"`{module}` is both {' and '.join(found)}: {', '.join(suffixes)}", hint=AGAIN)
+        what = f"`{module}` in `{checkpoint.path}` is both {' and '.join(found)}: {', '.join(suffixes)}"
+        yield FormatError(what, hint=AGAIN)
         return
     if not quantized:
         if "weight" not in suffixes:
@@ -195,7 +196,8 @@ def _of_gptq(checkpoint: Checkpoint, module: str, rows: int, columns: int) -> It
     for suffix, shape in expected.items():
         if suffix not in checkpoint.suffixes(module):
             if suffix in ("qweight", "qzeros", "scales"):
-                yield FormatError(f"`{module}` has no tensor `{module}.{suffix}`", hint=AGAIN)
+                what = f"`{module}` in `{checkpoint.path}` has no tensor `{module}.{suffix}`"
+                yield FormatError(what, hint=AGAIN)
             continue
         header = checkpoint.homes[f"{module}.{suffix}"]
         found = header.entries[f"{module}.{suffix}"].shape

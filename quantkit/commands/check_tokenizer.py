@@ -46,8 +46,6 @@ def tokenizer_faults(
     if folder.is_dir() and leading_out(folder, side_files(folder)):
         return [], [], None
     faults, notes = pointers(folder) if folder.is_dir() else [], list[str]()
-    if not (folder / "tokenizer.json").exists() and any("tokenizer.json`" in fault.message for fault in faults):
-        return faults, notes, None
     try:
         tokenizer = Tokenizer.open(folder)
     except QuantkitError as error:
@@ -93,6 +91,7 @@ def _of_vocabulary(
     folder: Path, tokenizer: Tokenizer, config: Mapping[str, Any], vocabulary: int, notes: list[str]
 ) -> list[QuantkitError]:
     faults: list[QuantkitError] = []
+    told: set[int] = set()
     if tokenizer.vocab_size > vocabulary:
         faults.append(
             CheckpointError(
@@ -117,12 +116,13 @@ def _of_vocabulary(
                 why = "the tokenizer has no such id"
             else:
                 continue
+            told.add(index)
             faults.append(
                 CheckpointError(f"`{key}` in `{folder / 'config.json'}` is {index}, but {why}", hint=BELONGS_HINT)
             )
     faults += [
         CheckpointError(f"a stop token of `{folder}` has id {index}, the model knows {vocabulary}", hint=BELONGS_HINT)
-        for index in sorted(tokenizer.eos_ids)
-        if index >= vocabulary and f" {index}, but" not in " ".join(fault.message for fault in faults)
+        for index in sorted(tokenizer.eos_ids - told)
+        if index >= vocabulary
     ]
     return faults

@@ -77,8 +77,8 @@ def _settings(source: Checkpoint) -> GptqSettings:
         shapes = source.info(f"{module}.qweight").shape, source.info(f"{module}.qzeros").shape
         if not all(len(shape) == 2 and shape[0] for shape in shapes):
             raise FormatError(
-                f"`{module}.qweight` and `{module}.qzeros` have shapes {list(shapes[0])} and {list(shapes[1])}, "
-                "expected matrices",
+                f"`{source.info(f'{module}.qweight').file}`: `{module}.qweight` and `{module}.qzeros` have shapes "
+                f"{list(shapes[0])} and {list(shapes[1])}, expected matrices",
                 hint=awq.AGAIN,
             )
         rows, groups = shapes[0][0], shapes[1][0]
@@ -100,7 +100,9 @@ def _linears(source: Checkpoint) -> Iterator[tuple[str, awq.AwqWeight]]:
     for module in modules(source):
         source.require_one_form(module)
         tensors = {name.rpartition(".")[2]: source.tensor(name) for name in source.tensors_of(module)}
-        yield module, awq.decode(module, tensors)
+        with source.telling_file(module):
+            weight = awq.decode(module, tensors)
+        yield module, weight
 
 
 def _dense(source: Checkpoint) -> list[str]:

@@ -90,6 +90,7 @@ def _linears(source: Checkpoint, config: GptqConfig) -> Iterator[tuple[str, gptq
         own = config.for_module(module)
         tensors = {name.rpartition(".")[2]: source.tensor(name) for name in source.tensors_of(module)}
         source.require_one_form(module)
-        stored = gptq.decode(module, tensors, own)
+        with source.telling_file(module):
+            stored = gptq.decode(module, tensors, own)
         assert own is not None  # else `decode` has refused it
         yield module, stored, own

@@ -51,7 +51,8 @@ def merge_lora(settings: ConvertSettings, progress: Progress) -> ConvertReport:
                     after = adapter.replacement(name).to(before.dtype)
                     replaced += 1
             if not bool(torch.isfinite(after).all()):
-                raise FormatError(f"`{name}` leaves the range of its dtype when merged", hint="use a smaller weight")
+                where = f"`{name}` in `{source.info(name).file}`"
+                raise FormatError(f"{where} leaves the range of its dtype when merged", hint="use a smaller weight")
             new.add(name, after)
             task.advance(note=name)
         written = new.finish(source.config)

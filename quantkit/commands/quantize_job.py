@@ -272,7 +272,7 @@ def held_back_rows(subject: Subject, windows: int, length: int) -> Tensor:
     if length < 2:
         raise CalibrationError(f"a model of {length} position predicts nothing", hint="use `--no-eval`")
     rows = calibration_text.held_back(subject.tokenizer, length, windows)
-    _require_known(rows, subject.config)
+    _require_known(rows, subject.tokenizer, subject.config)
     return rows
 
 
@@ -286,15 +286,15 @@ def _calibration_rows(settings: TextChoice, tokenizer: Tokenizer, config: ModelC
         )
     count, length = settings.samples, settings.length
     rows = calibration_text.token_rows(settings.calibration, tokenizer, count, length, settings.seed)
-    _require_known(rows, config)
+    _require_known(rows, tokenizer, config)
     return rows
 
 
-def _require_known(rows: Tensor, config: ModelConfig) -> None:
+def _require_known(rows: Tensor, tokenizer: Tokenizer, config: ModelConfig) -> None:
     if int(rows.max()) >= config.vocab_size:
         raise CalibrationError(
-            f"the tokenizer gives id {int(rows.max())}, the model knows {config.vocab_size} ids: "
-            "they do not belong together",
+            f"the tokenizer in `{tokenizer.folder}` gives id {int(rows.max())}, the model knows {config.vocab_size} "
+            "ids: they do not belong together",
             hint="copy the tokenizer files of the original model into the folder",
         )
 

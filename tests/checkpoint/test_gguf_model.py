@@ -158,7 +158,7 @@ REFUSED = {
     "missing block": ({"values": {"llama.block_count": 3}}, CheckpointError, "has no tensor `blk.2.attn_norm.weight`"),
     "many blocks": ({"values": {"llama.block_count": 2**32 - 1}}, CheckpointError, "announces 4294967295 blocks, but has 21 tensors"),
     "shape": ({"values": {"llama.feed_forward_length": 96}}, CheckpointError, "has shape [128, 64], expected [96, 64]"),
-    "zero": ({"values": {"llama.attention.head_count": 0}}, CheckpointError, "`llama.attention.head_count` is 0, expected at least 1"),
+    "zero": ({"values": {"llama.attention.head_count": 0}}, CheckpointError, "x.gguf` is 0, expected at least 1"),
     "odd heads": ({"values": {"llama.attention.key_length": 15}}, CheckpointError, "heads of size 15, expected an even size"),
     "mistyped": ({"values": {"llama.block_count": "two"}}, CheckpointError, "is a str, expected a int"),
     "theta": ({"values": {"llama.rope.freq_base": math.nan}}, CheckpointError, "is nan, expected a positive number"),

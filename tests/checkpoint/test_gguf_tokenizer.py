@@ -207,15 +207,15 @@ def test_sentencepiece_without_bytes_falls_back_to_unk(role) -> None:
 
 
 REFUSED = {
-    "pre": ({"@pre": "deepseek-llm"}, UnsupportedModel, "`tokenizer.ggml.pre` is `deepseek-llm`, expected one of gpt-2, gpt2, smollm"),
+    "pre": ({"@pre": "deepseek-llm"}, UnsupportedModel, "`tokenizer.ggml.pre` of `x.gguf` is `deepseek-llm`, expected one of gpt-2, gpt2, smollm"),
     "no pre": ({"@pre": None}, CheckpointError, "no metadata `tokenizer.ggml.pre`"),
-    "model": ({"@model": "bert"}, UnsupportedModel, "`tokenizer.ggml.model` is `bert`, expected gpt2 or llama"),
+    "model": ({"@model": "bert"}, UnsupportedModel, "`tokenizer.ggml.model` of `x.gguf` is `bert`, expected gpt2 or llama"),
     "no model": ({"@model": None}, CheckpointError, "no metadata `tokenizer.ggml.model`"),
     "merge": ({"@merges": ["t h e"]}, CheckpointError, "has `t h e`, expected two tokens"),
     "merge of nothing": ({"@merges": ["zz yy"]}, CheckpointError, "gives no tokenizer: "),
     "no bos": ({"@add_bos_token": True, "@bos_token_id": None}, CheckpointError, "is true without `tokenizer.ggml.bos_token_id`"),
-    "space prefix": ({"@add_space_prefix": True}, UnsupportedModel, "`tokenizer.ggml.add_space_prefix` = true cannot be honoured"),
-    "whitespace": ({**SENTENCEPIECE, "@remove_extra_whitespaces": True}, UnsupportedModel, "remove_extra_whitespaces` = true"),
+    "space prefix": ({"@add_space_prefix": True}, UnsupportedModel, "`tokenizer.ggml.add_space_prefix` of `x.gguf` = true cannot be honoured"),
+    "whitespace": ({**SENTENCEPIECE, "@remove_extra_whitespaces": True}, UnsupportedModel, "remove_extra_whitespaces` of `x.gguf` = true"),
     "nothing for the rest": (
         {**WITHOUT_BYTES, "@token_type": [3, 3, 3, *WITHOUT_BYTES["@token_type"][3:]], "@unknown_token_id": None},
         CheckpointError,

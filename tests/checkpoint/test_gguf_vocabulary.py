@@ -39,11 +39,11 @@ def test_without_types_every_token_is_normal() -> None:
         ({"tokens": [], "token_type": []}, "expected every token once"),
         ({"tokens": [1, 2]}, "`tokenizer.ggml.tokens` of `x.gguf` is a list of int, expected a list of str"),
         ({"tokens": "a"}, "is a str, expected a list"),
-        ({"token_type": [1]}, "`tokenizer.ggml.token_type` has 1 entries for 7 tokens"),
-        ({"tokens": [*TOKENS[:-1], "a"]}, "`tokenizer.ggml.tokens` has `a` 2 times, expected every token once"),
-        ({"eos_token_id": 7}, "`tokenizer.ggml.eos_token_id` is 7, expected less than 7"),
-        ({"eos_token_id": -1}, "`tokenizer.ggml.eos_token_id` is -1, expected less than 7"),
-        ({"vocab_size": 6}, "`tokenizer.ggml.tokens` has 7 tokens for 6 rows of the embedding"),
+        ({"token_type": [1]}, "`tokenizer.ggml.token_type` of `x.gguf` has 1 entries for 7 tokens"),
+        ({"tokens": [*TOKENS[:-1], "a"]}, "`tokenizer.ggml.tokens` of `x.gguf` has `a` 2 times, expected every token once"),
+        ({"eos_token_id": 7}, "`tokenizer.ggml.eos_token_id` of `x.gguf` is 7, expected less than 7"),
+        ({"eos_token_id": -1}, "`tokenizer.ggml.eos_token_id` of `x.gguf` is -1, expected less than 7"),
+        ({"vocab_size": 6}, "`tokenizer.ggml.tokens` of `x.gguf` has 7 tokens for 6 rows of the embedding"),
     ],
 )
 def test_contradictions_are_named(changes, message) -> None:

@@ -257,7 +257,7 @@ def test_a_linear_in_two_forms(suffix: str, forms: str, gptq: Path, tmp_path: Pa
     """Told here, and refused by all who would read one of them."""
     name = "model.layers.0.mlp.up_proj"
     change(gptq, lambda tensors: tensors.update({f"{name}.{suffix}": torch.zeros(128, 64)}))
-    what = f"`{name}` is both {forms}: "
+    what = f"`{name}` in `F` is both {forms}: "
     assert any(what in message for message in messages(gptq))
     readers: list[Callable[[], object]] = [
         lambda: load(gptq),

@@ -16,6 +16,14 @@ from quantkit.errors import QuantkitError
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "damaged-input.md"
 AS_COMMANDS = 20
+# Told without a path of the input: numbers that go wrong while a model runs, with the layer that made them; no input.
+WITHOUT_PLACE = {
+    "NaN in `model.layers.0.self_attn.q_proj.weight`, to be read",
+    "NaN in `model.layers.1.input_layernorm.weight`, to be read",
+    "NaN in `lm_head.weight`, to be read",
+    "model: leading out",
+    "model: an id, offline",
+}
 
 
 def exit_codes(of: type[QuantkitError]) -> set[int]:
@@ -51,6 +59,7 @@ def test_a_damaged_input_is_refused(name: str, cases: dict[str, damaged.Case], m
     for said in case.says:
         assert said in seen.stderr
     assert "Traceback" not in seen.stderr and "hint:" in seen.stderr
+    assert (str(tmp_path / "w") in seen.stderr.partition("hint:")[0]) != (name in WITHOUT_PLACE)
     assert not seen.written
     assert seen.memory_bytes <= damaged.LIMIT_BYTES
 
