@@ -163,6 +163,7 @@ def run(
         damage=damage,
         tuning=tuning,
         fallbacks=fallbacks,
+        notes=subject.notes,
         device_peak_memory_bytes=device_peak_memory(subject.placement),
     )
 
@@ -201,7 +202,7 @@ def _announce(job: QuantizeJob, kept: Job, progress: Progress) -> None:
     progress.say(
         f"{len(plan.quantized)} linears to {plan.bits_per_weight:.3f} bits per weight, {len(plan.dense)} stay dense"
     )
-    for remark in (*subject.checkpoint.notes, *plan.remarks()):
+    for remark in (*subject.notes, *plan.remarks()):
         progress.say(f"note: {remark}")
     rows, length = subject.rows.shape
     placement = subject.placement

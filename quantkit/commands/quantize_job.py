@@ -11,6 +11,7 @@ from quantkit import kernels
 from quantkit.calibration import text as calibration_text
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.rotated import RotatedCheckpoint
+from quantkit.commands.check_tokenizer import tokenizer_faults
 from quantkit.commands.memory_budget import DEFAULT, SPILL_BYTES, Budget
 from quantkit.commands.quantize_recipe import Recipe
 from quantkit.commands.redo_sources import Redo
@@ -47,7 +48,10 @@ class TextChoice(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """An unquantized model and the text to run it over, `rows` of token ids, int64 `[rows, length]`."""
+    """An unquantized model and the text to run it over, `rows` of token ids, int64 `[rows, length]`.
+
+    notes  what to know of the model before the work: how it was read, and faults of its tokenizer that do not stop it
+    """
 
     checkpoint: Checkpoint
     config: ModelConfig
@@ -56,6 +60,7 @@ class Subject:
     tokenizer: Tokenizer
     rows: Tensor
     budget: Budget = DEFAULT
+    notes: tuple[str, ...] = ()
 
     @property
     def linears(self) -> list[LinearSpec]:
@@ -220,7 +225,9 @@ def open_subject(checkpoint: Checkpoint, text: TextChoice | None, placement: Pla
     check_contents(checkpoint.original, checkpoint.original.model_config, architecture)
     tokenizer = Tokenizer.open(checkpoint.path)
     rows = torch.zeros(0, 0, dtype=torch.int64) if text is None else _calibration_rows(text, tokenizer, config)
-    return Subject(checkpoint, config, architecture, placement, tokenizer, rows)
+    faults, _, _ = tokenizer_faults(checkpoint.path, checkpoint.config, config.vocab_size)
+    notes = (*checkpoint.notes, *(f"{fault.message}: the result will have that fault too" for fault in faults))
+    return Subject(checkpoint, config, architecture, placement, tokenizer, rows, notes=notes)
 
 
 def prepare(

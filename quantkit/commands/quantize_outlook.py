@@ -59,7 +59,12 @@ class Outlook:
     disk: DiskNeeds
     rehearsal: Rehearsal
     memory_bytes: int
+    notes: tuple[str, ...] = ()
     redone: Redone | None = None
+
+    def remarks(self) -> list[str]:
+        """Whatever will not be ideal: the model, dense linears, short groups."""
+        return [*self.notes, *self.plan.remarks()]
 
     def rows(self) -> list[list[str]]:
         """Name and figure, for people."""
@@ -80,7 +85,7 @@ class Outlook:
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of each table for people."""
-        remarks = [[remark] for remark in self.plan.remarks()]
+        remarks = [[remark] for remark in self.remarks()]
         table = (f"{self.out}, not written", ["", ""], self.rows())
         return [("not ideal", ["remark"], remarks), table] if remarks else [table]
 
@@ -94,7 +99,7 @@ class Outlook:
             "bits_per_weight": self.plan.bits_per_weight,
             "plan": self.plan.as_json(),
             "plan_is_guess": self.foretold,
-            "remarks": self.plan.remarks(),
+            "remarks": self.remarks(),
             "seconds": self.rehearsal.seconds,
             "cpu_seconds": self.rehearsal.cpu_seconds,
             "backward_seconds": self.rehearsal.backward_seconds,
@@ -181,6 +186,7 @@ def _rehearsed(
         needs,
         rehearsal,
         memory,
+        job.subject.notes,
     )
 
 

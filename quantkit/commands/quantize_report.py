@@ -204,6 +204,7 @@ class QuantizeReport:
     damage: Damage | None
     tuning: Tuning | None = None
     fallbacks: tuple[Fallback, ...] = ()
+    notes: tuple[str, ...] = ()
     device_peak_memory_bytes: int | None = None
 
     @property
@@ -230,7 +231,7 @@ class QuantizeReport:
         )
 
     def remarks(self) -> list[str]:
-        """Whatever was not ideal: dense linears, short groups, extra damping, dead inputs, fallbacks."""
+        """Whatever was not ideal: the model, dense linears, short groups, extra damping, dead inputs, fallbacks."""
         degraded = (
             (linear.name, text)
             for linear in self.linears
@@ -243,7 +244,8 @@ class QuantizeReport:
         )
         tuning = [] if self.tuning is None or self.tuning.kept else [UNTUNED]
         fallen = [f"{one.step}: the GPU had too little memory, done with {one.did}" for one in self.fallbacks]
-        return [*self.plan.remarks(), *(f"`{name}`: {text}" for name, text in degraded), *tuning, *fallen]
+        solved = [f"`{name}`: {text}" for name, text in degraded]
+        return [*self.notes, *self.plan.remarks(), *solved, *tuning, *fallen]
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of each table for people."""

@@ -201,6 +201,7 @@ def run(
             damage=damage,
             tuning=tuning,
             fallbacks=fallbacks,
+            notes=subject.notes,
             device_peak_memory_bytes=device_peak_memory(subject.placement),
         ),
         ready.pattern,

@@ -16,6 +16,7 @@ from quantkit.calibration import stream
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import block_hessians, quantize_job
 from quantkit.commands.quantize import run
+from quantkit.commands.quantize_outlook import foresee
 from quantkit.commands.quantize_report import QuantizeReport
 from quantkit.errors import CalibrationError, FormatError, GateError, UsageError
 from quantkit.formats.gptq import GptqCodec
@@ -423,6 +424,28 @@ def test_text_that_cannot_be_measured_is_refused_before_work(tmp_path: Path) -> 
     with pytest.raises(CalibrationError, match="a model of 1 position predicts nothing"):
         quantize(source, tmp_path / "other", length=1, evaluate=True)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_stop_token_that_the_model_does_not_know_is_told_before_work_and_at_the_end(
+    file: str, dry_run: bool, tmp_path: Path
+) -> None:
+    class Heard(Silent):
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+        def say(self, text: str) -> None:
+            self.said.append(text)
+
+    source, heard = tiny.write_model(tmp_path / "model", dtype="bfloat16"), Heard()
+    (source / file).write_text(json.dumps({**json.loads((source / file).read_text()), "eos_token_id": [2, 10**9]}))
+    settings = QuantizeSettings(str(source), tmp_path / "out", bits=4, group_size=32, effort="nearest", evaluate=False)
+    report = foresee(settings, heard) if dry_run else run(settings, heard)
+    [told] = [remark for remark in report.remarks() if "1000000000" in remark]
+    assert str(source) in told and "will have that fault too" in told
+    assert told in report.as_json()["remarks"]
+    assert dry_run or f"note: {told}" in heard.said
 
 
 @pytest.mark.parametrize("template", ["{% if", "{{ messages.nobody.nothing }}", "{{ raise_exception('no') }}", "", 5])
