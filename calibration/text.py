@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit.calibration.dataset import read_dataset
 from quantkit.calibration.json_lines import decode, parse_line
-from quantkit.errors import CalibrationError
+from quantkit.errors import CalibrationError, in_shell
 
 HELD_BACK = "held-back.txt"
 PIECE_CHARACTERS = 1 << 16  # tokenized at once: bounds the memory of the tokenizer
@@ -135,7 +135,7 @@ def read_documents(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise CalibrationError(
             f"`{path}` is not UTF-8 text: byte {error.start:,} cannot be decoded",
-            hint=f"convert it: `iconv -t UTF-8 -o text.txt {path.name}`",
+            hint=f"convert it: `iconv -t UTF-8 -o text.txt {in_shell(path)}`",
         ) from error
     except OSError as error:
         raise CalibrationError(

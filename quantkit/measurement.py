@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.durable import sync_folder, write_file
-from quantkit.errors import PlanError
+from quantkit.errors import PlanError, in_shell
 from quantkit.models.architecture import block_of
 
 KIND, VERSION = "quantkit measurement", 1
@@ -124,7 +124,7 @@ class Measurement:
             raise PlanError(
                 f"the measurement is of another model than `{model}`: fingerprint {self.model[:12]}, "
                 f"expected {fingerprint[:12]}",
-                hint=f"measure this one: `quantkit measure {model} -o measurement.json`",
+                hint=f"measure this one: `quantkit measure {in_shell(model)} -o measurement.json`",
             )
 
     def as_json(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def load_json(path: Path, kind: str, version: int, command: str) -> dict[str, An
     if isinstance(value, dict) and "last_module_idx" in value:
         raise PlanError(
             f"`{path}` is a measurement of ExLlamaV2, no {kind}",
-            hint=f"import it: `quantkit measurement import {path} MODEL -o measurement.json`",
+            hint=f"import it: `quantkit measurement import {in_shell(path)} MODEL -o measurement.json`",
         )
     if not isinstance(value, dict) or value.get("kind") != kind:
         raise PlanError(f"`{path}` is no {kind}", hint=hint)

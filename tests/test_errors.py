@@ -36,3 +36,11 @@ def test_every_error_of_a_command_has_a_hint(path: Path) -> None:
             hints = [keyword.value for keyword in node.keywords if keyword.arg == "hint"]
             assert hints, f"{path.name}:{node.lineno} gives no hint"
             assert not (isinstance(hints[0], ast.Constant) and not hints[0].value), f"{path.name}:{node.lineno}"
+
+
+@pytest.mark.parametrize(
+    ("path", "spelled"),
+    [("/a/b", "/a/b"), (Path("./-dash"), "./-dash"), ("a b", "'a b'"), ("it's", """'it'"'"'s'"""), ("-a b", "'./-a b'")],
+)
+def test_a_path_in_a_hint_can_be_pasted(path: str | Path, spelled: str) -> None:
+    assert errors.in_shell(path) == spelled

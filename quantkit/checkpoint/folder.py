@@ -19,7 +19,7 @@ from typing import Any
 
 from quantkit.checkpoint.header import parse_json, shown
 from quantkit.checkpoint.regular import open_regular, read_at, refuse_pointer
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, in_shell
 
 INDEX = "model.safetensors.index.json"
 # Where quantizers put their settings, beside or instead of `quantization_config` in config.json.
@@ -223,7 +223,7 @@ def _no_weights(folder: Path) -> CheckpointError:
         if name.lower().endswith(".gguf"):
             return CheckpointError(
                 f"`{folder}` has only GGUF weights (`{name}`)",
-                hint=f"convert them first: `quantkit convert gguf-to-hf {folder / name} OUT`",
+                hint=f"convert them first: `quantkit convert gguf-to-hf {in_shell(folder / name)} OUT`",
             )
     inner = [path.parent for pattern in ("*/config.json", "snapshots/*/config.json") for path in folder.glob(pattern)]
     hint = f"did you mean `{inner[0]}`?" if inner else "give the folder that config.json and the weights are in"

@@ -7,7 +7,6 @@ of that rename, and returns should it fail.
 """
 
 import os
-import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 from quantkit.checkpoint.durable import sync_folder
 from quantkit.checkpoint.folder import TEMPLATE_FOLDER
 from quantkit.checkpoint.owned_folder import empty, own
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, in_shell
 
 # Folders that a model may have: named chat templates, and what a download leaves beside it.
 MODEL_FOLDERS = (TEMPLATE_FOLDER, ".cache")
@@ -130,7 +129,7 @@ def _claim(folder: Path) -> int:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CheckpointError(
             f"`{folder}` is a link or a file, where what is unfinished is to be written",
-            hint=f"look at it, and remove it: `rm {shlex.quote(str(folder))}`",
+            hint=f"look at it, and remove it: `rm {in_shell(folder)}`",
         )
     descriptor = own(folder)
     if descriptor is None:

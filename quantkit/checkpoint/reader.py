@@ -28,7 +28,7 @@ from quantkit.checkpoint.links import require_inside
 from quantkit.checkpoint.quantization import read_quantization
 from quantkit.checkpoint.regular import file_stamp, open_regular, read_into
 from quantkit.checkpoint.spelling import respelled, spellings
-from quantkit.errors import CheckpointError, FormatError
+from quantkit.errors import CheckpointError, FormatError, in_shell
 from quantkit.formats import dense, exl2, gptq
 from quantkit.formats.codec import StoredTensor
 from quantkit.formats.gptq_config import GptqConfig, GptqSettings
@@ -61,7 +61,8 @@ def open_checkpoint(path: str | Path, *, offline: bool = False) -> "Checkpoint":
     try:
         return _open_folder(folder)
     except OSError as error:
-        raise CheckpointError(f"`{folder}` cannot be read: {error.strerror}", hint=f"`ls -l {folder}`") from error
+        hint = f"`ls -l {in_shell(folder)}`"
+        raise CheckpointError(f"`{folder}` cannot be read: {error.strerror}", hint=hint) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,6 +357,6 @@ def _no_folder(path: Path) -> CheckpointError:
             f"`{path}` is a link to `{path.readlink()}`, which does not exist", hint="give the folder itself"
         )
     if path.suffix == ".gguf":
-        hint = f"convert it first: `quantkit convert gguf-to-hf {path} OUT`"
+        hint = f"convert it first: `quantkit convert gguf-to-hf {in_shell(path)} OUT`"
         return CheckpointError(f"`{path}` is a GGUF file", hint=hint)
     return CheckpointError(f"`{path}` is a file; a model is a folder", hint=f"give the folder: `{path.parent}`")

@@ -12,7 +12,7 @@ from quantkit.checkpoint.durable import write_file
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.evaluate_report import json_number
 from quantkit.commands.result_file import require_absent
-from quantkit.errors import CalibrationError, CheckpointError, UsageError
+from quantkit.errors import CalibrationError, CheckpointError, UsageError, in_shell
 from quantkit.evaluators.likelihood import require_room
 from quantkit.evaluators.metrics import Metric, answer_metrics, sacrebleu, translation_signature
 from quantkit.evaluators.tasks import (
@@ -196,7 +196,7 @@ def read_items(path: Path) -> dict[int, Mapping[str, Any]]:
         lines = decode(path.read_bytes()).split("\n")
     except UnicodeDecodeError as error:
         raise CalibrationError(
-            f"`{path}` is not UTF-8 text", hint=f"iconv -t UTF-8 -o items.jsonl {path.name}"
+            f"`{path}` is not UTF-8 text", hint=f"`iconv -t UTF-8 -o items.jsonl {in_shell(path)}`"
         ) from error
     except OSError as error:
         raise CalibrationError(f"`{path}` cannot be read: {error.strerror}", hint="give a `.jsonl` of items") from error

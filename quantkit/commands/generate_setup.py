@@ -9,7 +9,7 @@ from quantkit import kernels
 from quantkit.checkpoint.adapter import Adapter, open_weighted
 from quantkit.checkpoint.merged import merge
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
-from quantkit.errors import RequestError, UsageError
+from quantkit.errors import RequestError, UsageError, in_shell
 from quantkit.kernels import multiply
 from quantkit.runtime.adapters import AdapterSet
 from quantkit.runtime.cache_format import cache_format
@@ -247,7 +247,7 @@ def read_text(file: Path, option: str) -> str:
     except UnicodeDecodeError as error:
         raise RequestError(
             f"`{file}` is not UTF-8 text: byte {error.start} cannot be decoded",
-            hint=f"iconv -t UTF-8 -o prompt.txt {file.name}",
+            hint=f"iconv -t UTF-8 -o prompt.txt {in_shell(file)}",
         ) from error
     except OSError as error:
         raise RequestError(f"`{file}` cannot be read: {error.strerror}", hint=f"check `{option}`") from error

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,9 +95,14 @@ def _require(size: int, place: Path, what: str, option: str) -> None:
     free = shutil.disk_usage(_existing(place)).free
     if size > free:
         raise CheckpointError(
-            f"{what} {math.ceil(size / 2**20):,} MiB, and {free // 2**20:,} MiB are free there",
+            f"{what} {_counted(size, math.ceil)}, and {_counted(free, math.floor)} are free there",
             hint=f"free some space there, or choose another disk with {option}",
         )
+
+
+def _counted(size: int, rounded: Callable[[float], int]) -> str:
+    """Bytes in the unit that shows the difference between nearly none and none."""
+    return f"{rounded(size / 2**20):,} MiB" if size >= 10 * 2**20 else f"{rounded(size / 2**10):,} KiB"
 
 
 def states_bytes(subject: Subject) -> int:

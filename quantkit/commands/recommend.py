@@ -8,7 +8,7 @@ from typing import Any
 from quantkit import memory
 from quantkit.commands.blueprint import Blueprint, open_blueprint
 from quantkit.commands.recommend_report import RESIDENT_TOKENS, Budget, Fit, RecommendReport
-from quantkit.errors import PlanError, UsageError
+from quantkit.errors import PlanError, UsageError, in_shell
 from quantkit.measurement import Measurement
 from quantkit.memory import KV_FORMATS, KvFormat, Rate, Weights
 from quantkit.mix_plan import plan_mixes
@@ -187,7 +187,7 @@ def _expected_kl(path: Path | None, blueprint: Blueprint, rates: Sequence[Rate])
     if {linear.name: (linear.in_features, linear.out_features) for linear in measurement.linears} != shapes:
         raise PlanError(
             f"`{path}` measures other linears than `{blueprint.path}` has",
-            hint=f"measure this model: `quantkit measure {blueprint.path} -o measurement.json`",
+            hint=f"measure this model: `quantkit measure {in_shell(blueprint.path)} -o measurement.json`",
         )
     expected = {}
     for rate in rates:

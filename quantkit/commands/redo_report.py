@@ -71,7 +71,8 @@ class RedoReport:
             return f"in place, not measured; {back}"
         if self.kept:
             return "in place"
-        return f"NOT kept, as it is worse: `{self.out}` is as it was; to have it all the same, add `--no-eval`"
+        again = "this command given again does all of it again, with the same end"
+        return f"NOT kept, as it is worse: `{self.out}` is as it was; to have it all the same, add `--no-eval`; {again}"
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Title, columns and rows of each table for people."""

@@ -20,7 +20,7 @@ from quantkit.commands.quantize_exl2 import EXL2_OPTIONS, GPTQ_OPTIONS
 from quantkit.commands.quantize_job import Subject, stored_bits
 from quantkit.commands.quantize_rules import Rule, require_used
 from quantkit.commands.resumption import CHANGED, as_fact, read_result, receipt_of
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError, UsageError, in_shell
 from quantkit.job.job import Facts
 from quantkit.models.architecture import HEAD
 from quantkit.plan import Plan
@@ -83,8 +83,10 @@ class PreviousResult:
         before = {name: self.facts.get(name, as_fact(getattr(plain, name))) for name in (*FORM, *CALIBRATED)}
         other = [name for name in FORM if name in asked and as_fact(getattr(settings, name)) != before[name]]
         if other:
-            said = "; ".join(f"{each} was `{before[each]}`, is `{as_fact(getattr(settings, each))}`" for each in other)
-            options = ", ".join(f"`{_option(name, settings)}`" for name in other)
+            now = {name: as_fact(getattr(settings, name)) for name in other}
+            pairs = [(_spelled(name, before[name]), _spelled(name, now[name])) for name in other]
+            said = "; ".join(f"made with {old}, not {new}" for old, new in pairs)
+            options = ", ".join(f"`{_option(name, now[name])}`" for name in other)
             raise UsageError(
                 f"`--redo` keeps the form of `{settings.out}`: {said}", hint=f"leave out {options}, or {WHOLE}"
             )
@@ -173,11 +175,22 @@ def _require_no_other_files(checkpoint: Checkpoint) -> None:
             )
 
 
-def _option(name: str, settings: QuantizeSettings) -> str:
-    value = getattr(settings, name)
-    if isinstance(value, bool):
-        return {"sym": "--sym" if value else "--asym"}.get(name, "--" + name.replace("_", "-"))
-    return f"--{name.replace('_', '-')}"
+def _option(name: str, fact: Any) -> str:
+    """What the command line calls a setting, at this value where it has two names."""
+    return "--asym" if name == "sym" and not fact else f"--{name.replace('_', '-')}"
+
+
+def _spelled(name: str, fact: Any) -> str:
+    """A setting as the command line has it, from its fact."""
+    option = _option(name, fact)
+    if isinstance(getattr(QuantizeSettings("", Path()), name), tuple):
+        texts = _texts(fact)
+        return " ".join(f"`{option} {text}`" for text in texts) if texts else f"no `{option}`"
+    if name == "sym" or fact is True:
+        return f"`{option}`"
+    if fact is None or fact is False:
+        return f"no `{option}`"
+    return f"that `{option}`" if name in FILES else f"`{option} {fact}`"
 
 
 def _texts(fact: Any) -> tuple[str, ...]:
@@ -199,5 +212,5 @@ def require_alone(settings: QuantizeSettings) -> None:
     if settings.target is not None:
         raise UsageError(
             "`--target` has no meaning with `--redo`, which keeps the form of the folder",
-            hint=f"leave it out; `quantkit check {settings.out}` says who loads it",
+            hint=f"leave it out; `quantkit check {in_shell(settings.out)}` says who loads it",
         )

@@ -210,7 +210,7 @@ def test_prompt_files_that_cannot_be_read(folder, tmp_path):
     (tmp_path / "latin").write_bytes("caf\xe9".encode("latin-1"))
     with pytest.raises(RequestError, match="is not UTF-8 text: byte 3") as caught:
         answer(folder, prompt=None, prompt_file=tmp_path / "latin")
-    assert caught.value.hint == "iconv -t UTF-8 -o prompt.txt latin"
+    assert caught.value.hint == f"iconv -t UTF-8 -o prompt.txt {tmp_path / 'latin'}"
 
 
 def test_chat_without_a_template_and_a_model_without_tokenizer(tmp_path):

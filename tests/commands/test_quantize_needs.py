@@ -53,7 +53,7 @@ def test_a_full_disk_is_refused_before_work(tmp_path: Path, monkeypatch) -> None
                 require_space(needs, out, job)
             assert "--job" in caught.value.hint
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 300_000))
-    with pytest.raises(CheckpointError, match="need 1 MiB, and 0 MiB are free"):  # never "need 0 and 0 are free"
+    with pytest.raises(CheckpointError, match="need 391 KiB, and 292 KiB are free"):  # no rounding to "need 1 and 0 are free"
         require_space(DiskNeeds(result=200_000, job=200_000), out, job)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 119 << 20))
     job.mkdir()

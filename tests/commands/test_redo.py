@@ -206,6 +206,7 @@ def test_a_redo_that_makes_the_model_worse_is_not_kept_and_said(model: Path, tmp
     assert cli.run(command) == 0
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "NOT kept, as it is worse" in words and "--no-eval" in words
+    assert "given again does all of it again" in words
     assert cli.run([*command, "--no-eval"]) == 0
     assert contents(tmp_path / "out") != before and "in place, not measured" in " ".join(capsys.readouterr().out.split())
 
@@ -281,12 +282,12 @@ def test_patterns_that_match_nothing_that_can_be_redone(model: Path, out: Path, 
 @pytest.mark.parametrize(
     ("options", "words", "hint"),
     [
-        ({"bits": 4}, "bits was `3`, is `4`", "leave out `--bits`"),
-        ({"sym": False}, "sym was `True`, is `False`", "leave out `--asym`"),
-        ({"group_size": 64, "lm_head": True}, "group_size was `32`, is `64`; lm_head", "`--group-size`, `--lm-head`"),
-        ({"rule": (".*:bits=8",)}, "rule was", "`--rule`"),
-        ({"rotate": True}, "rotate was `False`", "`--rotate`"),
-        ({"format": "exl2", "bpw": 4.0}, "format was `gptq`, is `exl2`; bpw was `None`", "`--format`, `--bpw`"),
+        ({"bits": 4}, "made with `--bits 3`, not `--bits 4`", "leave out `--bits`"),
+        ({"sym": False}, "made with `--sym`, not `--asym`", "leave out `--asym`"),
+        ({"group_size": 64, "lm_head": True}, "made with `--group-size 32`, not `--group-size 64`; made with no `--lm-head`, not `--lm-head`", "`--group-size`, `--lm-head`"),
+        ({"rule": (".*:bits=8",)}, "made with no `--rule`, not `--rule ", "`--rule`"),
+        ({"rotate": True}, "made with no `--rotate`, not `--rotate`", "`--rotate`"),
+        ({"format": "exl2", "bpw": 4.0}, "made with `--format gptq`, not `--format exl2`; made with no `--bpw`, not `--bpw 4.0`", "`--format`, `--bpw`"),
         ({"overwrite": True}, "contradict each other", "leave out one"),
         ({"target": "vllm"}, "`--target` has no meaning", "quantkit check"),
         ({"effort": "nearest", "samples": 4}, "`--samples` has no meaning", "leave it out"),
@@ -386,7 +387,7 @@ def test_a_dry_run_looks_at_the_part(model: Path, out: Path, capsys) -> None:
 def test_the_command_line_tells_a_default_that_was_typed(model: Path, out: Path, capsys) -> None:
     command = ["quantize", str(model), "-o", str(out), "--redo", DOWN, "--dtype", "fp32", "--no-eval"]
     assert cli.run([*command, "--bits", "4"]) == 2
-    assert "bits was `3`, is `4`" in capsys.readouterr().err
+    assert "made with `--bits 3`, not `--bits 4`" in capsys.readouterr().err
     assert cli.run([*command, "--effort", "fast", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["bits"], found["group_size"]) == (3, 32)
@@ -399,7 +400,7 @@ def test_the_command_line_tells_a_default_that_was_typed(model: Path, out: Path,
 
 
 def test_the_api_redoes_too(model: Path, out: Path) -> None:
-    with pytest.raises(UsageError, match="bits was `3`, is `4`"):
+    with pytest.raises(UsageError, match="made with `--bits 3`, not `--bits 4`"):
         quantkit.quantize(model, out, redo=DOWN, bits=4, progress=Silent())
     report = quantkit.quantize(model, out, redo=DOWN, dtype="fp32", evaluate=False, progress=Silent())
     assert isinstance(report, RedoReport) and report.made.settings["bits"] == 3
