@@ -101,8 +101,8 @@ def run(
                 return MeasureReport(settings.out, found, finished_before=True)
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
         require_finite(checkpoint, progress)
-        if on_gpu(placement):
-            progress.say(f"note: {UNTRIED}")
+        for note in (*subject.notes, *([UNTRIED] if on_gpu(placement) else [])):
+            progress.say(f"note: {note}")
         sensitivity = backward(subject, kept, settings.seed, progress).found
         weights = in_form(model.weights, checkpoint)
         measurement = measure_model(

@@ -1,8 +1,8 @@
 """`--max-memory`: the budget that keeps a process below a limit, from the shapes of the model, known before any work.
 
-Smaller batches, one Hessian at a time and states in files take more time; the bytes of the result stay the same. What
-is said here of memory was held to what was seen: docs/results/memory-limit.md. On a GPU the limit is what is free
-there, and what does not fit is done on the CPU.
+Smaller batches, one Hessian at a time and states in files take more time; the bytes of the result stay the same, but
+for what `FEW_TOKENS` says of mixtures. What is said here of memory was held to what was seen:
+docs/results/memory-limit.md. On a GPU the limit is what is free there, and what does not fit is done on the CPU.
 """
 
 import math
@@ -17,7 +17,7 @@ from quantkit import heap
 from quantkit.calibration.gradients import BATCH_TOKENS, LOGITS_AT_ONCE
 from quantkit.commands.descent import levels
 from quantkit.commands.effort import Effort
-from quantkit.commands.memory_budget import DEFAULT, SPILL_BYTES, WALK_TOKENS, Budget
+from quantkit.commands.memory_budget import DEFAULT, FEW_TOKENS, SPILL_BYTES, WALK_TOKENS, Budget
 from quantkit.commands.memory_estimate import SINGLE, device_peak, peak
 from quantkit.commands.quantize_job import Subject, on_gpu
 from quantkit.errors import CalibrationError, UsageError
@@ -114,7 +114,7 @@ def limited(
         if needs <= limit:
             if budget != DEFAULT:
                 heap.spare()
-            return replace(subject, budget=budget)
+            return _told(replace(subject, budget=budget))
     shorter = subject.rows.shape[1] // 2 if subject.rows.numel() else 0
     other = f", or shorter rows with `--length {shorter}`" if shorter >= 64 else ""
     raise CalibrationError(
@@ -133,7 +133,14 @@ def _fitting(subject: Subject, needs: Callable[[Subject], int], progress: Progre
     least = f": {chosen.words}" if chosen.words else ""
     needed = f"about {needs(chosen.subject) / MIB:,.0f} MiB are needed of `{device}`"
     progress.say(f"{needed}, {free / MIB:,.0f} MiB are free there{least}")
-    return chosen.subject
+    return _told(chosen.subject)
+
+
+def _told(subject: Subject) -> Subject:
+    """The subject with a note where its batches, smaller than usual, may show in the result."""
+    if subject.config.experts is None or subject.budget.walk_tokens >= DEFAULT.walk_tokens:
+        return subject
+    return replace(subject, notes=(*subject.notes, FEW_TOKENS))
 
 
 def budgets(subject: Subject) -> Iterator[Budget]:

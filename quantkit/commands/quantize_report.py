@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from quantkit.commands.descent import Fallback
 from quantkit.commands.evaluate_report import json_number
+from quantkit.commands.memory_budget import FEW_TOKENS
 from quantkit.plan import Plan, kind_of
 
 UNTUNED = "tuning was no gain on unseen text: all is as `--effort default` leaves it"
@@ -244,6 +245,7 @@ class QuantizeReport:
         )
         tuning = [] if self.tuning is None or self.tuning.kept else [UNTUNED]
         fallen = [f"{one.step}: the GPU had too little memory, done with {one.did}" for one in self.fallbacks]
+        fallen += [FEW_TOKENS] if fallen and self.experts and FEW_TOKENS not in self.notes else []
         solved = [f"`{name}`: {text}" for name, text in degraded]
         return [*self.notes, *self.plan.remarks(), *solved, *tuning, *fallen]
 
