@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from quantkit.formats.gptq_config import GptqConfig
 from quantkit.inventory import DENSE, EXL2, GPTQ, Inventory, StoredLinear
 
 Check = Callable[[Inventory], Iterable["Objection"]]
+RUN_AS_ONE = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+"""What vLLM and SGLang call the linear that begins with this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,19 @@ def fused_alike(inventory: Inventory) -> Iterator[Objection]:
             yield Objection(stage[0].name, f"{names} are run as one, but their settings differ")
         elif len({linear.scattered for linear in stage}) > 1:
             yield Objection(stage[0].name, f"{names} are run as one, but their `g_idx` differ")
+
+
+def rules_know_fused(inventory: Inventory) -> Iterator[Objection]:
+    """Older versions match `dynamic` with the name of the linear that several are run as."""
+    said = inventory.quantization or {}
+    if not said.get("dynamic"):
+        return
+    config = GptqConfig.read(dict(said))
+    for stage in _stages(inventory):
+        first = stage[0].name
+        fused = RUN_AS_ONE.get(_last(first))
+        if fused and len(stage) > 1 and config.for_module(first.replace(_last(first), fused)) != stage[0].settings:
+            yield Objection(first, f"older versions look for `{fused}`, of which the rules in `dynamic` say otherwise")
 
 
 def expert_shapes(inventory: Inventory) -> Iterator[Objection]:

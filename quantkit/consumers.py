@@ -100,6 +100,9 @@ WORDS = (
 VLLM_KEYS = Rule(asks.says_keys("bits", "group_size", "desc_act", "sym"), "source: vLLM, GPTQConfig.from_config")
 VLLM_HEAD = Rule(asks.head_is_announced, "source: vLLM reads `lm_head` of the settings")
 FUSED = Rule(asks.fused_alike, "source: vLLM and SGLang run q/k/v and gate/up as one linear with one `g_idx`")
+FUSED_NAMES = Rule(
+    asks.rules_know_fused, "issue: vLLM matched `dynamic` with the names of fused linears at first", caution=True
+)
 UNTIED = Rule(asks.head_is_untied, "issue: SGLang 2935, a quantized head under a config that ties it")
 
 TRANSFORMERS = (
@@ -141,6 +144,7 @@ MARLIN = (
     Rule(asks.groups_divide, "source: vLLM, check_marlin_supports_shape"),
     Rule(asks.expert_shapes, "source: vLLM, check_moe_marlin_supports_layer"),
     FUSED,
+    FUSED_NAMES,
     VLLM_HEAD,
     UNTIED,
     HF_NAMES,
@@ -153,6 +157,7 @@ PLAIN = (
     Rule(asks.fused_outputs_divide({2: 16, 3: 32, 4: 8, 8: 4}), "source: vLLM, GPTQLinearMethod.create_weights"),
     Rule(asks.no_zero_of_zero("gptq"), "source: vLLM adds 1 to each field without a mask"),
     FUSED,
+    FUSED_NAMES,
     VLLM_HEAD,
     UNTIED,
     HF_NAMES,
@@ -193,7 +198,7 @@ CONSUMERS = (
     Consumer("vLLM plain", {DENSE: (HF_NAMES,), GPTQ: PLAIN}),
     Consumer(
         "SGLang",
-        {DENSE: (HF_NAMES,), GPTQ: (Rule(marlin_or_plain, "source: SGLang has vLLM's two classes"),)},
+        {DENSE: (HF_NAMES,), GPTQ: (Rule(marlin_or_plain, "source: SGLang has vLLM's two classes"), FUSED_NAMES)},
     ),
     Consumer(
         "exllamav2",

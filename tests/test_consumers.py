@@ -1,6 +1,7 @@
 """Who can load what: each rule of each consumer against the smallest folder that breaks it."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def inventory(
     return Inventory(family, model, model.tie_embeddings, form, quantization, in_config, linears, head)
 
 
-def changed(before: Inventory, suffix: str, **changes) -> Inventory:
+def changed(before: Inventory, suffix: str | tuple[str, ...], **changes) -> Inventory:
     linears = tuple(replace(linear, **changes) if linear.name.endswith(suffix) else linear for linear in before.linears)
     return replace(before, linears=linears)
 
@@ -95,6 +96,16 @@ CASES = [
         ("vLLM Marlin", "it takes 4, 8"),
     ),
     ("6 bits", inventory(settings=GptqSettings(6, 128)), ALL - {"quantkit"}, ("transformers", "it takes 2, 3, 4, 8")),
+    (
+        "rules for parts of a fused linear",
+        changed(
+            inventory(said={"dynamic": {r".*\.mlp\.(gate|up)_proj": {"group_size": 64}}}),
+            ("gate_proj", "up_proj"),
+            settings=replace(SETTINGS, group_size=64),
+        ),
+        {"transformers"},
+        ("SGLang", "older versions look for `gate_up_proj`"),
+    ),
     ("asymmetric v2", inventory(settings=ASYM_V2), {"vLLM Marlin"}, ("vLLM Marlin", "takes symmetric only")),
     (
         "asymmetric v1",
@@ -396,3 +407,22 @@ def test_targets_are_consumers() -> None:
     assert named == {consumer.name for consumer in CONSUMERS} - {"quantkit"}
     assert head_spec(inventory().config).out_features == 320
     assert json.dumps([str(objection) for verdict in verdicts(inventory()) for objection in verdict.objections]) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        (r"+:.*\.mlp\.(gate|up)_proj", True),
+        (r"+:.*\.mlp\.(gate|up|gate_up)_proj", False),
+        (r"+:.*\.mlp\.", False),
+        (r"+:.*down_proj", False),
+    ],
+)
+def test_rules_that_older_readers_of_fused_linears_would_miss_are_told(pattern: str, told: bool) -> None:
+    found = inventory(said={"dynamic": {pattern: {"bits": 8}}})
+    names = (linear.name for linear in found.linears)
+    matched = tuple(name for name in names if re.match(pattern.removeprefix("+:"), name))
+    found = changed(found, matched, settings=replace(SETTINGS, bits=8))
+    for consumer in ("vLLM Marlin", "vLLM plain", "SGLang"):
+        assert ("older versions look for `gate_up_proj`" in why(found, consumer)) == told
+        assert loads(found)[consumer]

@@ -18,6 +18,7 @@ from quantkit.commands.measure_walk import measure_blocks
 from quantkit.commands.quantize_job import Subject
 from quantkit.commands.quantize_recipe import GptqRecipe
 from quantkit.commands.quantize_rules import Rule, as_dynamic, deciding
+from quantkit.consumer_rules import RUN_AS_ONE
 from quantkit.job.job import Job
 from quantkit.measurement import MeasuredLinear
 from quantkit.models.architecture import LinearSpec, block_of
@@ -26,8 +27,6 @@ from quantkit.progress import Progress
 
 STEPS = "widths"
 WIDTHS = (2, 3, 4, 8)
-RUN_AS_ONE = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-"""What vLLM and SGLang call the linear that begins with this one: they match rules with their own names."""
 
 BLOCK = "BLOCK"
 """What stands for the number of a block in a name."""
@@ -112,7 +111,8 @@ def written_rules(dynamic: Mapping[str, Any], recipe: GptqRecipe) -> tuple[Rule,
 
 
 def _named(form: str) -> str:
-    """The pattern of a name, and of what it is called where several linears are run as one."""
+    """The pattern of a name, and of what it is called where several linears are run as one: older readers know no
+    other."""
     before, dot, last = form.rpartition(".")
     other = RUN_AS_ONE.get(last)
     return re.escape(before + dot) + (last if other is None else f"(?:{last}|{other})")
