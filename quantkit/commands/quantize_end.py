@@ -61,7 +61,15 @@ def measure_damage(subject: Subject, out: Path, windows: Tensor, progress: Progr
     """The result against the original on bundled text that calibration never sees, and one greedy answer."""
     descent = Descent(subject, progress)
     descent.begin("comparison")
-    return descent.run(partial(_damage_there, out, windows, progress), whole=True)
+    try:
+        return descent.run(partial(_damage_there, out, windows, progress), whole=True)
+    except CheckpointError as error:
+        if out.exists():
+            raise
+        raise CheckpointError(
+            f"`{out}` was complete, and is gone: somebody has removed or moved it before it was measured",
+            hint="the same command puts it together again from what its job has",
+        ) from error
 
 
 def measured_now(

@@ -146,10 +146,18 @@ def finished_before(
     """
     differences = [*differing(made["facts"], facts), *in_words(redone(made))]
     if not differences:
-        checkpoint = open_checkpoint(out)
-        if receipt_of(checkpoint, progress).digest() == made["tensors"]:
-            return as_finished(checkpoint, made)
-        differences = [CHANGED]
+        try:
+            checkpoint = open_checkpoint(out)
+            if receipt_of(checkpoint, progress).digest() == made["tensors"]:
+                return as_finished(checkpoint, made)
+            differences = [CHANGED]
+        except CheckpointError as error:
+            if overwrite:
+                return None
+            raise CheckpointError(
+                f"`{out}` was made by this command, but is damaged now: {error.message}",
+                hint="use `--overwrite` to make it again, or choose another folder with `-o`",
+            ) from error
     if overwrite:
         return None
     raise CheckpointError(

@@ -230,6 +230,11 @@ class Job:
         try:
             yield
         except OSError as error:
+            if not self.path.is_dir():
+                raise JobError(
+                    f"`{self.path}` is gone: somebody has removed or moved it while the job was at work",
+                    hint="the same command begins again; with `--job` it goes on where the folder is now",
+                ) from error
             hint = HINTS.get(error.errno or 0, "choose another place with `-o`").replace("`-o`", "`--job`")
             raise JobError(
                 f"`{self.path}` cannot be written: {error.strerror or error}",

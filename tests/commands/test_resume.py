@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit import cli
+from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands import quantize_end
 from quantkit.commands.quantize import run
 from quantkit.commands.resumption import Finished
 from quantkit.errors import CheckpointError, JobError, PlanError
@@ -357,6 +359,53 @@ def test_damage_in_a_job_is_an_error_and_a_restart_helps(
     assert caught.type.__name__ in ("JobError", "CalibrationError")
     assert not (tmp_path / "out").exists()
     run(settings(model, tmp_path / "out", restart=True), Silent())
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected(model, tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_finished_result_that_lost_a_file_is_made_again_where_that_is_asked_for(
+    file: str, model: Path, tmp_path: Path
+) -> None:
+    whole = expected(model, tmp_path)
+    out = tmp_path / "undisturbed"
+    (out / file).unlink()
+    with pytest.raises(CheckpointError, match="was made by this command, but is damaged now: ") as caught:
+        run(settings(model, out), Silent())
+    assert "--overwrite" in str(caught.value.hint)
+    run(settings(model, out, overwrite=True), Silent())
+    assert (out / "model.safetensors").read_bytes() == whole
+
+
+def test_a_job_that_is_removed_while_it_works_is_told_so_and_begun_again(model: Path, tmp_path: Path, monkeypatch) -> None:
+    write = os.pwrite
+
+    def write_where_nothing_is(descriptor: int, data: bytes, offset: int) -> int:
+        if (tmp_path / "out.job" / "step-quantize-0.safetensors").exists():
+            shutil.rmtree(tmp_path / "out.job")
+        return write(descriptor, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write_where_nothing_is)
+        with pytest.raises(JobError, match=r"out\.job` is gone") as caught:
+            run(settings(model, tmp_path / "out"), Silent())
+    assert "is kept" not in str(caught.value.hint) and "begins again" in str(caught.value.hint)
+    run(settings(model, tmp_path / "out"), Silent())
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected(model, tmp_path)
+
+
+def test_a_result_that_is_removed_before_it_is_measured_is_put_together_again(
+    model: Path, tmp_path: Path, monkeypatch
+) -> None:
+    def removed(out: Path, *_: object) -> None:
+        shutil.rmtree(out)
+        open_checkpoint(out)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize_end, "_damage_there", removed)
+        with pytest.raises(CheckpointError, match="was complete, and is gone") as caught:
+            run(replace(settings(model, tmp_path / "out"), evaluate=True), Silent())
+    assert "same command" in str(caught.value.hint) and (tmp_path / "out.job").is_dir()
+    run(settings(model, tmp_path / "out"), Silent())
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected(model, tmp_path)
 
 
