@@ -115,6 +115,17 @@ def test_settings_in_one_place_are_enough(kept: str, gptq: Path) -> None:
     assert messages(gptq) == []
 
 
+def test_an_index_that_names_no_file_of_the_folder_hides_no_fault(tmp_path: Path) -> None:
+    """As ExLlamaV2 leaves it: it is put aside, and the weights themselves are looked at."""
+    folder = tiny.write_model(tmp_path / "model")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00009.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert messages(folder) == []
+    (folder / "model.safetensors").write_bytes(b"PK\x03\x04")
+    [told] = messages(folder)
+    assert "is a zip archive" in told
+
+
 # All in one go
 
 
