@@ -5,15 +5,16 @@ Pages are those of `kernels.steps`, bfloat16 or codes of 9, 8 and 4 bits, which 
 and sums stand with the even elements of each group first.
 """
 
+import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.extending import intrinsic, register_jitable
 
-from quantkit.kernels.columns import as_float, half_bits
+from quantkit.kernels.columns import as_float, half_bits, nearest
 from quantkit.kernels.lanes import (
     FLOAT,
     I8,
@@ -28,9 +29,10 @@ from quantkit.kernels.lanes import (
     vector_of,
     vectors,
 )
-from quantkit.kernels.operations import REORDERED, exponential, narrow, normalised, wide
-from quantkit.kernels.program import Operand, operation, pointer
+from quantkit.kernels.operations import REORDERED, narrow, normalised, wide
+from quantkit.kernels.program import Operand, operation
 from quantkit.kernels.steps import GROUP, PAGE, Pages
+from quantkit.kernels.views import array_at, exponential, larger, smaller
 
 
 def place(pages: Pages) -> tuple[Operand, ...]:
@@ -56,7 +58,7 @@ def turn(values, block):  # type: ignore[no-untyped-def]
                 values[k], values[k + step] = one + other, one - other
         step *= 2
     if block > 1:
-        factor = np.float32(1) / np.sqrt(np.float32(block))
+        factor = np.float32(1) / math.sqrt(np.float32(block))
         for k in range(values.size):
             values[k] *= factor
 
@@ -64,7 +66,7 @@ def turn(values, block):  # type: ignore[no-untyped-def]
 @register_jitable
 def store_halves(values, halves):  # type: ignore[no-untyped-def]
     """One row in bfloat16, from an address on."""
-    stored = carray(pointer(halves), values.size, np.uint16)
+    stored = array_at(halves, values.size, np.uint16)
     for k in range(values.size):
         stored[k] = narrow(values[k])
 
@@ -72,21 +74,21 @@ def store_halves(values, halves):  # type: ignore[no-untyped-def]
 @register_jitable
 def store(values, row_of_codes, row_of_scales, bits):  # type: ignore[no-untyped-def]
     """`steps.encode` of one row, from these addresses on."""
-    codes = carray(pointer(row_of_codes), values.size * bits // 8, np.uint8)
-    scales = carray(pointer(row_of_scales), values.size // GROUP, np.uint16)
+    codes = array_at(row_of_codes, values.size * bits // 8, np.uint8)
+    scales = array_at(row_of_scales, values.size // GROUP, np.uint16)
     half = np.float32(((1 << bits) - 1) / 2)
     for group in range(values.size // GROUP):
         row = values[group * GROUP : (group + 1) * GROUP]
         top, wrong = np.float32(0), np.float32(0)
         for k in range(GROUP):
-            top = max(top, abs(row[k]))
+            top = larger(abs(row[k]), top)
             wrong += row[k] * np.float32(0)
         scales[group] = half_bits(top / half + wrong)
         step = as_float(scales[group])
         for k in range(GROUP):
             place = group * GROUP + k
-            level = np.rint(row[k] / step + half) if step > 0 else np.rint(half)
-            code = np.int64(min(max(level, np.float32(0)), 2 * half)) if wrong == 0 else 0
+            level = nearest(row[k] / step + half if step > 0 else half)
+            code = np.int64(smaller(larger(level, np.float32(0)), 2 * half)) if wrong == 0 else 0
             if bits == 4:
                 codes[place // 2] = code if k % 2 == 0 else codes[place // 2] | code << 4
             else:
@@ -152,7 +154,8 @@ def apart(values, spare):  # type: ignore[no-untyped-def]
         own = values[group * GROUP : (group + 1) * GROUP]
         for k in range(GROUP // 2):
             spare[k], spare[GROUP // 2 + k] = own[2 * k], own[2 * k + 1]
-        own[:] = spare[:GROUP]
+        for k in range(GROUP):
+            own[k] = spare[k]
 
 
 @register_jitable
@@ -162,12 +165,14 @@ def together(values, spare):  # type: ignore[no-untyped-def]
         own = values[group * GROUP : (group + 1) * GROUP]
         for k in range(GROUP // 2):
             spare[2 * k], spare[2 * k + 1] = own[k], own[GROUP // 2 + k]
-        own[:] = spare[:GROUP]
+        for k in range(GROUP):
+            own[k] = spare[k]
 
 
 @cache
-def rope_append(key_bits: int, value_bits: int) -> Any:
-    """Normalises heads where the model does, rotates queries and keys, stores keys and values; heads are shared out.
+def rope_append(key_bits: int, value_bits: int, normed: bool, turned: bool) -> Any:
+    """Normalises heads where the model does, `normed`, rotates queries and keys, turns heads where pages are kept
+    turned, `turned`, and stores keys and values; heads are shared out.
 
     Operands: qkv float32 [m, (heads + 2·kv_heads)·dim], rotated in place; cos, sin float32 [m, pairs]; weights float32
     [dim] of the norms of q and k or 0, their epsilon float32 [1]; slots int64 [m]; pages of keys, then of values, each
@@ -175,27 +180,26 @@ def rope_append(key_bits: int, value_bits: int) -> Any:
     """
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = carray(pointer(arguments), 26, np.int64)
+        a = array_at(arguments, 26, np.int64)
         m, heads, kv_heads, dim, pairs = a[21], a[22], a[23], a[24], a[25]
         each = heads + 2 * kv_heads
-        qkv = carray(pointer(a[0]), (m, each, dim), np.float32)
-        cos, sin = carray(pointer(a[1]), (m, pairs), np.float32), carray(pointer(a[2]), (m, pairs), np.float32)
-        epsilon = carray(pointer(a[5]), 1, np.float32)[0]
-        slots = carray(pointer(a[6]), m, np.int64)
+        qkv = array_at(a[0], (m, each, dim), np.float32)
+        cos, sin = array_at(a[1], (m, pairs), np.float32), array_at(a[2], (m, pairs), np.float32)
+        epsilon = array_at(a[5], 1, np.float32)[0]
+        slots = array_at(a[6], m, np.int64)
         for job in range(m * each * thread // threads, m * each * (thread + 1) // threads):
             text, head = job // each, job % each
             values = qkv[text, head]
             if head < heads + kv_heads:
-                weight = a[3] if head < heads else a[4]
-                if weight:
-                    normalised(values, carray(pointer(weight), dim, np.float32), epsilon, values)
+                if normed:
+                    weight = array_at(a[3] if head < heads else a[4], dim, np.float32)
+                    normalised(values, weight, epsilon, values)
                 for i in range(pairs):
                     one, other = values[i], values[i + pairs]
                     values[i] = one * cos[text, i] - other * sin[text, i]
                     values[i + pairs] = other * cos[text, i] + one * sin[text, i]
-                turn(values, a[13])
-            else:
-                turn(values, a[20])
+            if turned:
+                turn(values, a[13] if head < heads + kv_heads else a[20])
             if head >= heads:
                 is_value, kept = (head - heads) // kv_heads, (head - heads) % kv_heads
                 side = a[14:21] if is_value else a[7:14]
@@ -219,8 +223,9 @@ def rope_append(key_bits: int, value_bits: int) -> Any:
 
 
 @cache
-def attend(key_bits: int, value_bits: int) -> Any:
-    """One new token of each row over its whole past, itself included; heads of rows are shared out.
+def attend(key_bits: int, value_bits: int, turned: bool) -> Any:
+    """One new token of each row over its whole past, itself included; heads of rows are shared out. `turned`: values
+    are kept so, and what is mixed of them is turned back.
 
     Operands: qkv as `rope_append` leaves it; y float32 [m, heads·dim]; pages as there; table int32 [m, most], lengths
     int32 [m]; scratch float32 [threads at most, most·256 + dim]; scale float32 [1]; window, 0 for none; m, heads,
@@ -228,20 +233,20 @@ def attend(key_bits: int, value_bits: int) -> Any:
     """
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = carray(pointer(arguments), 26, np.int64)
+        a = array_at(arguments, 26, np.int64)
         m, heads, kv_heads, dim, most = a[21], a[22], a[23], a[24], a[25]
-        qkv = carray(pointer(a[0]), (m, heads + 2 * kv_heads, dim), np.float32)
-        y = carray(pointer(a[1]), (m, heads, dim), np.float32)
-        table, lengths = carray(pointer(a[16]), (m, most), np.int32), carray(pointer(a[17]), m, np.int32)
-        scratch = carray(pointer(a[18] + 4 * thread * (most * PAGE + dim)), most * PAGE + dim, np.float32)
+        qkv = array_at(a[0], (m, heads + 2 * kv_heads, dim), np.float32)
+        y = array_at(a[1], (m, heads, dim), np.float32)
+        table, lengths = array_at(a[16], (m, most), np.int32), array_at(a[17], m, np.int32)
+        scratch = array_at(a[18] + 4 * thread * (most * PAGE + dim), most * PAGE + dim, np.float32)
         scores, spare = scratch[: most * PAGE], scratch[most * PAGE :]
-        scale, window = carray(pointer(a[19]), 1, np.float32)[0], a[20]
+        scale, window = array_at(a[19], 1, np.float32)[0], a[20]
         key_width, value_width, groups = dim * key_bits // 8, dim * value_bits // 8, dim // GROUP
         each = heads + 2 * kv_heads
         for job in range(m * heads * thread // threads, m * heads * (thread + 1) // threads):
             row, head = job // heads, job % heads
             group, query, length = head // (heads // kv_heads), qkv[row, head], np.int64(lengths[row])
-            start = max(0, length - window) if window else 0
+            start = larger(0, length - window) if window else 0
             top = np.float32(-np.inf)
             if key_bits == 4:
                 apart(query, spare)
@@ -249,14 +254,14 @@ def attend(key_bits: int, value_bits: int) -> Any:
             for first in range(start // PAGE * PAGE, length, PAGE):
                 page = table[row, first // PAGE]
                 codes, steps = a[2] + page * a[4] + group * a[5], a[3] + page * a[6] + group * a[7]
-                keys = carray(pointer(codes), (PAGE, dim), np.uint16)
-                for position in range(max(start, first), min(first + PAGE, length)):
+                keys = array_at(codes, (PAGE, dim), np.uint16)
+                for position in range(larger(start, first), smaller(first + PAGE, length)):
                     at, score = position - first, np.float32(0)
                     if key_bits == 16:
                         for k in range(dim):
                             score += query[k] * wide(keys[at, k])
                     else:
-                        scales = carray(pointer(steps + 2 * at * groups), groups, np.uint16)
+                        scales = array_at(steps + 2 * at * groups, groups, np.uint16)
                         mine, summed = codes + at * key_width, vectors(1)[0]
                         for g in range(groups):
                             here, ninths = mine + g * (GROUP if key_bits > 4 else GROUP // 2), mine + dim + 4 * g
@@ -266,7 +271,7 @@ def attend(key_bits: int, value_bits: int) -> Any:
                         score = sum_of_lanes(summed)
                     score *= scale
                     scores[position] = score
-                    top = max(top, score)
+                    top = larger(score, top)
             total, wrong = np.float32(0), np.float32(0)
             for position in range(start, length):
                 wrong += scores[position] * np.float32(0)
@@ -279,14 +284,14 @@ def attend(key_bits: int, value_bits: int) -> Any:
             for first in range(start // PAGE * PAGE, length, PAGE):
                 page = table[row, first // PAGE]
                 codes, steps = a[9] + page * a[11] + group * a[12], a[10] + page * a[13] + group * a[14]
-                values = carray(pointer(codes), (PAGE, dim), np.uint16)
-                for position in range(max(start, first), min(first + PAGE, length)):
+                values = array_at(codes, (PAGE, dim), np.uint16)
+                for position in range(larger(start, first), smaller(first + PAGE, length)):
                     at, share = position - first, scores[position]
                     if value_bits == 16:
                         for k in range(dim):
                             mixed[k] += share * wide(values[at, k])
                     else:
-                        scales = carray(pointer(steps + 2 * at * groups), groups, np.uint16)
+                        scales = array_at(steps + 2 * at * groups, groups, np.uint16)
                         mine = codes + at * value_width
                         for g in range(groups):
                             here = mine + g * (GROUP if value_bits > 4 else GROUP // 2)
@@ -295,6 +300,7 @@ def attend(key_bits: int, value_bits: int) -> Any:
                 together(mixed, spare)
             for k in range(dim):
                 mixed[k] = mixed[k] / total + wrong
-            turn(mixed, a[15])
+            if turned:
+                turn(mixed, a[15])
 
     return operation(kernel, **REORDERED)

@@ -14,6 +14,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from quantkit.kernels.jit import compiled
+from quantkit.kernels.views import room
 
 # Columns whose running sums and errors stay in the nearest cache.
 PANEL = 64
@@ -140,7 +141,7 @@ def split(first, last, codes, below, plane):  # type: ignore[no-untyped-def]
     """Bits `below …` of uint8 codes [in, out] → strips first … last - 1 of a plane (`planes.py`)."""
     width = plane.shape[2]
     mask, each = (1 << width) - 1, 8 // width
-    words = np.empty(16, np.uint32)
+    words = room(16, np.uint32)
     for strip in range(first, last):
         for unit in range(plane.shape[1]):
             for word in range(width):

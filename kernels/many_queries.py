@@ -16,16 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
 from quantkit.kernels.jit import targets
 from quantkit.kernels.lanes import FLOAT, I32, I64, LANES, VECTOR, broadcast, call, element, vector_of, vectors
-from quantkit.kernels.operations import REORDERED, exponential, narrow
-from quantkit.kernels.program import Program, operation, pointer
+from quantkit.kernels.operations import REORDERED, narrow
+from quantkit.kernels.program import Program, operation
+from quantkit.kernels.views import array_at, exponential, larger, smaller
 
 HAS_PAIR_PRODUCTS = targets("avx512bf16")
 # Sums in registers: eight rows times two vectors.
@@ -40,92 +42,70 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, thread
     (heads, queries, dim), (kv_heads, positions, _) = q.shape, k.shape
     assert scale > 0 and k.shape == v.shape == (kv_heads, positions, dim) and queries <= positions
     assert heads % kv_heads == 0 and dim % 2 == 0
-    q, k, v = (part if part.stride(2) == 1 else part.contiguous() for part in (q, k, v))
+    q = q if q.stride(2) == 1 else q.contiguous()
     length, wide = -(-positions // ACROSS) * ACROSS, -(-dim // ACROSS) * ACROSS
-    keys = torch.empty(kv_heads, length // LANES, dim // 2, LANES, dtype=torch.int32)
-    values = torch.empty(kv_heads, length // 2, wide, dtype=torch.int32)
     y = torch.empty(queries, heads, dim, dtype=torch.bfloat16)
     scratch = torch.empty(threads, ROWS * (length + length // 2 + wide + dim // 2))
     factor = np.array([scale], np.float32)
+    words = (_words_of_keys(k, length), _words_of_values(v, length, wide))
+    sizes = (heads, queries, window, kv_heads, positions, dim, length, wide)
     program = Program()
-    sizes = (kv_heads, positions, dim, length, wide)
-    sides = [number for part in (k, v) for number in (part.data_ptr(), part.stride(0), part.stride(1))]
-    program.add(lay_out(), (*sides, keys, values, *sizes))
-    asked = (q.data_ptr(), q.stride(0), q.stride(1))
-    program.add(mix(), (*asked, keys, values, y, scratch, factor, heads, queries, window, *sizes))
+    program.add(mix(), (q.data_ptr(), q.stride(0), q.stride(1), *words, y, scratch, factor, *sizes))
     program.run(threads)
     return y
 
 
-@cache
-def lay_out() -> Any:
-    """The operation that lays keys and values out in words of two; zeros where there are none.
+def _words_of_keys(k: Tensor, length: int) -> Tensor:
+    """bfloat16 [kv_heads, t, d] → int32 [kv_heads, length/16, d/2, 16]; zeros where there are no keys."""
+    words = _padded(k, length, k.shape[2]).contiguous().view(torch.int32)
+    return words.unflatten(1, (-1, LANES)).transpose(2, 3).contiguous()
 
-    Operands: keys bfloat16, elements from a head to the next and from a position to the next; the same of values; words
-    of keys uint32 [kv_heads, length/16, d/2, 16], of values [kv_heads, length/2, wide]; kv_heads, t, d, length, wide.
-    """
 
-    def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = carray(pointer(arguments), 13, np.int64)
-        kv_heads, positions, dim, length, wide = a[8], a[9], a[10], a[11], a[12]
-        keys = carray(pointer(a[6]), (kv_heads, length // LANES, dim // 2, LANES), np.uint32)
-        values = carray(pointer(a[7]), (kv_heads, length // 2, wide, 2), np.uint16)
-        for job in range(kv_heads * length // 2 * thread // threads, kv_heads * length // 2 * (thread + 1) // threads):
-            head, pair = job // (length // 2), job % (length // 2)
-            for half in range(2):
-                position = 2 * pair + half
-                strip, lane = position // LANES, position % LANES
-                if position < positions:
-                    words = carray(pointer(a[0] + 2 * (head * a[1] + position * a[2])), dim // 2, np.uint32)
-                    for word in range(dim // 2):
-                        keys[head, strip, word, lane] = words[word]
-                    row = carray(pointer(a[3] + 2 * (head * a[4] + position * a[5])), dim, np.uint16)
-                    for c in range(dim):
-                        values[head, pair, c, half] = row[c]
-                    for c in range(dim, wide):
-                        values[head, pair, c, half] = 0
-                else:
-                    for word in range(dim // 2):
-                        keys[head, strip, word, lane] = 0
-                    for c in range(wide):
-                        values[head, pair, c, half] = 0
+def _words_of_values(v: Tensor, length: int, wide: int) -> Tensor:
+    """bfloat16 [kv_heads, t, d] → int32 [kv_heads, length/2, wide]; zeros where there are none."""
+    pairs = _padded(v, length, wide).unflatten(1, (-1, 2)).transpose(2, 3)
+    return pairs.contiguous().view(torch.int32).squeeze(-1)
 
-    return operation(kernel)
+
+def _padded(part: Tensor, length: int, wide: int) -> Tensor:
+    if part.shape[1:] == (length, wide):
+        return part
+    return F.pad(part, (0, wide - part.shape[2], 0, length - part.shape[1]))
 
 
 @cache
 def mix() -> Any:
     """The operation that mixes values; heads of sixteen queries are shared out.
 
-    Operands: queries bfloat16, elements from a head to the next and from a position to the next; words as `lay_out`
-    makes them; y bfloat16 [s, heads, d]; scratch float32 [threads, 16·(length·3/2 + wide + d/2)]; scale float32 [1];
+    Operands: queries bfloat16, elements from a head to the next and from a position to the next; words of keys and of
+    values; y bfloat16 [s, heads, d]; scratch float32 [threads, 16·(length·3/2 + wide + d/2)]; scale float32 [1];
     heads, s, window or 0; kv_heads, t, d, length, wide.
     """
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = carray(pointer(arguments), 16, np.int64)
+        a = array_at(arguments, 16, np.int64)
         heads, queries, window, kv_heads, positions = a[8], a[9], a[10], a[11], a[12]
         dim, length, wide = a[13], a[14], a[15]
-        scale = carray(pointer(a[7]), 1, np.float32)[0]
-        y = carray(pointer(a[5]), (queries, heads, dim), np.uint16)
+        scale = array_at(a[7], 1, np.float32)[0]
+        y = array_at(a[5], (queries, heads, dim), np.uint16)
         scores_at = a[6] + 4 * thread * ROWS * (length + length // 2 + wide + dim // 2)
         shares_at = scores_at + 4 * ROWS * length
         mixed_at = shares_at + 2 * ROWS * length
         asked_at = mixed_at + 4 * ROWS * wide
-        scores = carray(pointer(scores_at), (ROWS, length), np.float32)
-        shares = carray(pointer(shares_at), (ROWS, length), np.uint16)
-        mixed = carray(pointer(mixed_at), (ROWS, wide), np.float32)
-        asked = carray(pointer(asked_at), (ROWS, dim), np.uint16)
+        scores = array_at(scores_at, (ROWS, length), np.float32)
+        shares = array_at(shares_at, (ROWS, length), np.uint16)
+        mixed = array_at(mixed_at, (ROWS, wide), np.float32)
+        asked = array_at(asked_at, (ROWS, dim), np.uint16)
         blocks = -(-queries // ROWS)
         for job in range(thread, heads * blocks, threads):
             head, first = job // blocks, job % blocks * ROWS
-            count = min(ROWS, queries - first)
+            count = smaller(ROWS, queries - first)
             before = positions - queries + first
-            start = max(0, before + 1 - window) // ACROSS * ACROSS if window else 0
+            start = larger(0, before + 1 - window) // ACROSS * ACROSS if window else 0
             end = -(-(before + count) // ACROSS) * ACROSS
             for r in range(ROWS):
-                at = first + min(r, count - 1)
-                query = carray(pointer(a[0] + 2 * (head * a[1] + at * a[2])), dim, np.uint16)
+                at = first + smaller(r, count - 1)
+                query = array_at(a[0] + 2 * (head * a[1] + at * a[2]), dim, np.uint16)
                 for c in range(dim):
                     asked[r, c] = query[c]
             group = head // (heads // kv_heads)
@@ -139,24 +119,21 @@ def mix() -> Any:
                     keep(total, scores_at + 4 * (row * length + strip), 4 * length)
             for r in range(count):
                 last = before + r + 1
-                seen = max(0, last - window) if window else 0
+                seen = larger(0, last - window) if window else 0
                 own, share = scores[r], shares[r]
-                for at in range(start, seen):
-                    share[at] = 0
-                for at in range(last, end):
-                    share[at] = 0
-                    own[at] = -np.inf
-                for at in range(start, seen):
-                    own[at] = -np.inf
+                for at in range(start, end):
+                    if (at < seen) | (at >= last):
+                        own[at] = -np.inf
                 highest = load(scores_at + 4 * (r * length + start))
                 for at in range(start + LANES, end, LANES):
-                    highest = larger(highest, load(scores_at + 4 * (r * length + at)))
+                    highest = larger_lanes(highest, load(scores_at + 4 * (r * length + at)))
                 top = largest_lane(highest) * scale
                 total_share, wrong = np.float32(0), np.float32(0)
-                for at in range(seen, last):
-                    score = own[at] * scale
+                for at in range(start, end):
+                    unseen = (at < seen) | (at >= last)
+                    score = top if unseen else own[at] * scale
+                    part = np.float32(0) if unseen else exponential(score - top)
                     wrong += score * np.float32(0)
-                    part = exponential(score - top)
                     total_share += part
                     share[at] = narrow(part)
                 own[0] = total_share
@@ -222,7 +199,7 @@ def load(typing, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def larger(typing, one, other):  # type: ignore[no-untyped-def]
+def larger_lanes(typing, one, other):  # type: ignore[no-untyped-def]
     """Lane by lane."""
 
     def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:

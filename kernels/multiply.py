@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -42,7 +42,8 @@ from quantkit.kernels.lanes import (
     vectors,
 )
 from quantkit.kernels.planes import PLANES, STRIP, UNIT
-from quantkit.kernels.program import operation, pointer
+from quantkit.kernels.program import operation
+from quantkit.kernels.views import array_at
 
 QUADS = UNIT // 4
 # A product of 64 unsigned with 64 signed bytes, summed by fours, in one instruction.
@@ -61,20 +62,20 @@ def integer_product(bits: int, rows: int) -> Any:
     width, upper = PLANES[bits]
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = carray(pointer(arguments), 21, np.int64)
+        a = array_at(arguments, 21, np.int64)
         m, units, strips, own, groups = a[3], a[4], a[9], a[10], a[11]
-        low = carray(pointer(a[5]), (strips, own, width, STRIP), np.uint32)
-        high = carray(pointer(a[6]), (strips, own, upper, STRIP), np.uint32)
-        zeros = carray(pointer(a[8]), (1 if a[13] else strips, 1 if a[13] else groups, STRIP), np.uint8)
-        starts, offset = carray(pointer(a[14]), groups + 1, np.int64), a[15]
-        y = carray(pointer(a[16]), (m, a[17]), np.float32)
-        bias = carray(pointer(a[20]), a[9] * STRIP, np.float32)
+        low = array_at(a[5], (strips, own, width, STRIP), np.uint32)
+        high = array_at(a[6], (strips, own, upper, STRIP), np.uint32)
+        zeros = array_at(a[8], (1 if a[13] else strips, 1 if a[13] else groups, STRIP), np.uint8)
+        starts, offset = array_at(a[14], groups + 1, np.int64), a[15]
+        y = array_at(a[16], (m, a[17]), np.float32)
+        bias = array_at(a[20], a[9] * STRIP, np.float32)
         first, last = strips * thread // threads, strips * (thread + 1) // threads
         for row in range(0, m, rows):
             place = row * units
-            codes = carray(pointer(a[0] + place * 2 * UNIT), (rows, units, 2 * UNIT), np.int8)
-            x_scales = carray(pointer(a[1] + place * 4), (rows, units), np.float32)
-            sums = carray(pointer(a[2] + place * 4), (rows, units), np.int32)
+            codes = array_at(a[0] + place * 2 * UNIT, (rows, units, 2 * UNIT), np.int8)
+            x_scales = array_at(a[1] + place * 4, (rows, units), np.float32)
+            sums = array_at(a[2] + place * 4, (rows, units), np.int32)
             mine = y[row : row + rows]
             for strip in range(first, last):
                 if a[19]:
@@ -84,10 +85,10 @@ def integer_product(bits: int, rows: int) -> Any:
                 total = vectors(rows)
                 for group in range(groups):
                     if a[12]:
-                        halves = carray(pointer(a[7]), (strips, groups, STRIP), np.uint16)
+                        halves = array_at(a[7], (strips, groups, STRIP), np.uint16)
                         scale, zero = grid(halves, zeros, strip, group)
                     else:
-                        floats = carray(pointer(a[7]), (strips, groups, STRIP), np.float32)
+                        floats = array_at(a[7], (strips, groups, STRIP), np.float32)
                         scale, zero = grid(floats, zeros, strip, group)
                     part = vectors(rows)
                     for unit in range(starts[group], starts[group + 1]):

@@ -5,15 +5,17 @@ integer products begin; a step of `ReferenceSteps` rounds to halves between its 
 out over the threads, and every sum runs in an order of its own row, so that neither threads nor batch change a bit.
 """
 
+import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.extending import intrinsic, register_jitable
 
-from quantkit.kernels.program import operation, pointer
+from quantkit.kernels.program import operation
+from quantkit.kernels.views import array_at, exponential
 
 # Sums may be taken in any order that the compiler chooses, the same for all rows.
 REORDERED = {"fastmath": {"contract", "reassoc", "nsz"}}
@@ -45,41 +47,13 @@ def narrow(typing, value):  # type: ignore[no-untyped-def]
     return types.uint16(types.float32), emit
 
 
-@intrinsic
-def power_of_two(typing, exponent):  # type: ignore[no-untyped-def]
-    """float32 2^exponent of a whole float32 from -126 to 127."""
-
-    def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        word = ir.IntType(32)
-        return b.bitcast(b.shl(b.add(b.fptosi(args[0], word), word(127)), word(23)), ir.FloatType())
-
-    return types.float32(types.float32), emit
-
-
-@register_jitable
-def exponential(x):  # type: ignore[no-untyped-def]
-    """exp(x) in float32 to about 2^-22, held to 2^±126: 2^n · 2^f, n whole, |f| <= 1/2, 2^f by its Taylor series."""
-    t = x * np.float32(1.4426950408889634)
-    t = min(max(t, np.float32(-126)), np.float32(126))
-    n = np.rint(t)
-    f = (t - n) * np.float32(0.6931471805599453)
-    p = np.float32(1 / 720)
-    p = p * f + np.float32(1 / 120)
-    p = p * f + np.float32(1 / 24)
-    p = p * f + np.float32(1 / 6)
-    p = p * f + np.float32(0.5)
-    p = p * f + np.float32(1)
-    p = p * f + np.float32(1)
-    return p * power_of_two(n)
-
-
 @register_jitable
 def normalised(values, weight, epsilon, out):  # type: ignore[no-untyped-def]
     """`values / rms(values) · weight`, float32 [width]."""
     squares = np.float32(0)
     for k in range(values.size):
         squares += values[k] * values[k]
-    inverse = np.float32(1) / np.sqrt(squares / np.float32(values.size) + epsilon)
+    inverse = np.float32(1) / math.sqrt(squares / np.float32(values.size) + epsilon)
     for k in range(values.size):
         out[k] = values[k] * inverse * weight[k]
 
@@ -93,11 +67,11 @@ def rms_norm() -> Any:
     """
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = carray(pointer(arguments), 7, np.int64)
+        a = array_at(arguments, 7, np.int64)
         m, width = a[5], a[6]
-        hidden, update = carray(pointer(a[0]), (m, width), np.float32), carray(pointer(a[1]), (m, width), np.float32)
-        weight, epsilon = carray(pointer(a[2]), width, np.float32), carray(pointer(a[3]), 1, np.float32)[0]
-        y = carray(pointer(a[4]), (m, width), np.float32)
+        hidden, update = array_at(a[0], (m, width), np.float32), array_at(a[1], (m, width), np.float32)
+        weight, epsilon = array_at(a[2], width, np.float32), array_at(a[3], 1, np.float32)[0]
+        y = array_at(a[4], (m, width), np.float32)
         for row in range(thread, m, threads):
             values = hidden[row]
             if a[1]:
@@ -116,9 +90,9 @@ def silu_mul() -> Any:
     """
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = carray(pointer(arguments), 4, np.int64)
+        a = array_at(arguments, 4, np.int64)
         m, width = a[2], a[3]
-        both, y = carray(pointer(a[0]), (m, 2 * width), np.float32), carray(pointer(a[1]), (m, width), np.float32)
+        both, y = array_at(a[0], (m, 2 * width), np.float32), array_at(a[1], (m, width), np.float32)
         first, last = width * thread // threads, width * (thread + 1) // threads
         for row in range(m):
             gate, up, out = both[row, first:last], both[row, width + first : width + last], y[row, first:last]
@@ -137,10 +111,10 @@ def dense_product() -> Any:
     """
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = carray(pointer(arguments), 10, np.int64)
+        a = array_at(arguments, 10, np.int64)
         m, width, out = a[5], a[7], a[8]
-        x, weight = carray(pointer(a[0]), (m, a[6]), np.float32), carray(pointer(a[1]), (out, width), np.uint16)
-        bias, y = carray(pointer(a[2]), out, np.float32), carray(pointer(a[3]), (m, a[9]), np.float32)
+        x, weight = array_at(a[0], (m, a[6]), np.float32), array_at(a[1], (out, width), np.uint16)
+        bias, y = array_at(a[2], out, np.float32), array_at(a[3], (m, a[9]), np.float32)
         for column in range(out * thread // threads, out * (thread + 1) // threads):
             weights = weight[column]
             for row in range(m):

@@ -5,8 +5,9 @@
     program.run(threads=2)
 
 An operation is a compiled C function `(thread, threads, arguments)`: it does the share of that thread, and finds what
-it works on in a block of 64-bit numbers, mostly addresses. A decode step has hundreds of operations of a few
-microseconds; threads that meet behind each of them in a barrier that spins cost one where waking a thread costs forty.
+it works on in a block of 64-bit numbers, mostly addresses (`views.array_at`). A decode step has hundreds of operations
+of a few microseconds; threads that meet behind each of them in a barrier that spins cost one where waking a thread
+costs forty.
 """
 
 import ctypes
@@ -37,18 +38,11 @@ Operand = np.ndarray | Tensor | int | None
 def operation(function: Callable[..., Any], **more: Any) -> Any:
     """Compile `function(thread, threads, arguments)`, three int64, as C; `.address` is where it is."""
     signature, function = types.void(types.int64, types.int64, types.int64), marked(function)
+    wanted = {**options(), "_nrt": False, **more}  # nothing is allocated, so that nothing has to be counted
     try:
-        return numba.cfunc(signature, cache=True, **{**options(), **more})(function)
+        return numba.cfunc(signature, cache=True, **wanted)(function)
     except RuntimeError:  # no folder can be written
-        return numba.cfunc(signature, **{**options(), **more})(function)
-
-
-@intrinsic
-def pointer(typing, address):  # type: ignore[no-untyped-def]
-    """An int64 as what `carray` takes."""
-    return types.voidptr(types.int64), lambda context, b, signature, args: b.inttoptr(
-        args[0], ir.IntType(8).as_pointer()
-    )
+        return numba.cfunc(signature, **wanted)(function)
 
 
 @intrinsic

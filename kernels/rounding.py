@@ -4,10 +4,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray
 
+from quantkit.kernels.columns import nearest
 from quantkit.kernels.planes import UNIT
-from quantkit.kernels.program import operation, pointer
+from quantkit.kernels.program import operation
+from quantkit.kernels.views import array_at, larger, room
 
 # The high byte of the largest integer is 127.
 LARGEST = 127 * 256
@@ -25,14 +26,14 @@ def round_rows() -> Any:
 
 
 def _round(thread, threads, arguments):  # type: ignore[no-untyped-def]
-    a = carray(pointer(arguments), 8, np.int64)
+    a = array_at(arguments, 8, np.int64)
     m, width, units = a[2], a[3], a[4]
-    x = carray(pointer(a[0]), (m, width), np.float32)
-    order = carray(pointer(a[1]), units * UNIT, np.int64)
-    codes = carray(pointer(a[5]), (m, units, 2 * UNIT), np.int8)
-    scales = carray(pointer(a[6]), (m, units), np.float32)
-    sums = carray(pointer(a[7]), (m, units), np.int32)
-    values, integers = np.empty(UNIT, np.float32), np.empty(UNIT, np.int32)
+    x = array_at(a[0], (m, width), np.float32)
+    order = array_at(a[1], units * UNIT, np.int64)
+    codes = array_at(a[5], (m, units, 2 * UNIT), np.int8)
+    scales = array_at(a[6], (m, units), np.float32)
+    sums = array_at(a[7], (m, units), np.int32)
+    values, integers = room(UNIT, np.float32), room(UNIT, np.int32)
     for place in range(m * units * thread // threads, m * units * (thread + 1) // threads):
         row, unit = place // units, place % units
         if a[1]:
@@ -43,14 +44,14 @@ def _round(thread, threads, arguments):  # type: ignore[no-untyped-def]
                 values[k] = x[row, unit * UNIT + k]
         top, wrong = np.float32(0), np.float32(0)
         for k in range(UNIT):
-            top = max(top, abs(values[k]))
+            top = larger(abs(values[k]), top)
             wrong += values[k] * np.float32(0)
         inverse = np.float32(0)
         if wrong == 0 and top > np.float32(1e-30):
             inverse = np.float32(LARGEST) / top
         total = np.int32(0)
         for k in range(UNIT):
-            integers[k] = np.int32(np.rint(values[k] * inverse)) if inverse > 0 else np.int32(0)
+            integers[k] = np.int32(nearest(values[k] * inverse)) if inverse > 0 else np.int32(0)
         for k in range(UNIT):
             upper = (integers[k] + 128) >> 8
             codes[row, unit, k] = upper

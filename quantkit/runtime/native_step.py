@@ -104,14 +104,14 @@ class NativeStep:
         pages = (*attending.place(keys), *attending.place(values))
         sizes = (self.rows, heads, kv_heads, dim)
         self._program.add(
-            attending.rope_append(keys.bits, values.bits),
+            attending.rope_append(keys.bits, values.bits, bool(attention.norms), keys.block * values.block > 1),
             (qkv, cos, sin, *weights, epsilon, self._slots, *pages, *sizes, cos.shape[1]),
         )
         mixed = torch.empty(self.rows, heads * dim)
         scale = np.array([attention.scale], np.float32)
         reads = (self._table, self._lengths, self._scores, scale, attention.window or 0)
         self._program.add(
-            attending.attend(keys.bits, values.bits), (qkv, mixed, *pages, *reads, *sizes, self.pages)
+            attending.attend(keys.bits, values.bits, values.block > 1), (qkv, mixed, *pages, *reads, *sizes, self.pages)
         )
         self._add_products(attention.output.linears, mixed, self._update)
 

@@ -45,7 +45,7 @@ def test_rope_append(bits, dim: int, pairs: int, norms: bool, heads_first: bool,
     epsilon = np.array([1e-6], np.float32)
     pages = (*attention.place(sides[0]), *attention.place(sides[1]))
     operands = (qkv, cos, sin, *weights, epsilon, slots, *pages, rows, heads, kv_heads, dim, pairs)
-    run_alone(attention.rope_append(*bits), operands, threads)
+    run_alone(attention.rope_append(*bits, norms, bits != (16, 16)), operands, threads)
     if norms:
         q, k = (F.rms_norm(part, (dim,), weight, 1e-6) for part, weight in zip((q, k), weights, strict=True))
     c, s = cos[:, None], sin[:, None]
@@ -90,7 +90,8 @@ def test_attend(bits, dim: int, heads_first: bool, window: int, threads: int) ->
     y, scratch = torch.empty(rows, heads * dim), torch.empty(max(THREADS), most * PAGE + dim)
     scale = np.array([dim**-0.5], np.float32)
     pages, sizes = (*attention.place(keys), *attention.place(values)), (rows, heads, kv_heads, dim, most)
-    run_alone(attention.attend(*bits), (qkv, y, *pages, table, lengths, scratch, scale, window, *sizes), threads)
+    operation = attention.attend(*bits, bits != (16, 16))
+    run_alone(operation, (qkv, y, *pages, table, lengths, scratch, scale, window, *sizes), threads)
     expected = steps.attend(q, keys, values, table, lengths, dim**-0.5, window=window)
     torch.testing.assert_close(y.view(rows, heads, dim), expected, rtol=1e-5, atol=1e-5)
 
@@ -107,10 +108,10 @@ def test_what_is_not_finite_is_not_hidden(bits) -> None:
         cos = torch.ones(1, 16)
         slots, one = torch.tensor([3 * poisoned]), np.array([1], np.float32)
         operands = (qkv, cos, cos * 0, None, None, one, slots, *pages, 1, 1, 1, dim, 16)
-        run_alone(attention.rope_append(*bits), operands, 1)
+        run_alone(attention.rope_append(*bits, False, True), operands, 1)
         table, lengths = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([3 * poisoned, 9], dtype=torch.int32)
         y, scratch = torch.empty(2, dim), torch.empty(1, PAGE + dim)
         asked = (random(2, 3 * dim), y, *pages, table, lengths, scratch, one, 0, 2, 1, 1, dim, 1)
-        run_alone(attention.attend(*bits), asked, 1)
+        run_alone(attention.attend(*bits, True), asked, 1)
         assert bool(torch.isfinite(y[0]).all()) == (poisoned == 1)
         assert not bool(torch.isfinite(y[1]).any()) or (bits[1] == 16 and poisoned == 2)

@@ -6,18 +6,18 @@ import threading
 import numpy as np
 import pytest
 import torch
-from numba import carray
 
 from quantkit.kernels import program as programs
-from quantkit.kernels.program import Program, operation, pointer
+from quantkit.kernels.program import Program, operation
+from quantkit.kernels.views import array_at
 
 
 @operation
 def shift(thread, threads, arguments):  # type: ignore[no-untyped-def]
     """y[i] = x[i + 1] + 1, cyclically: it needs what other threads wrote in the operation before."""
-    a = carray(pointer(arguments), 3, np.int64)
+    a = array_at(arguments, 3, np.int64)
     n = a[2]
-    x, y = carray(pointer(a[0]), n, np.int64), carray(pointer(a[1]), n, np.int64)
+    x, y = array_at(a[0], n, np.int64), array_at(a[1], n, np.int64)
     for i in range(n * thread // threads, n * (thread + 1) // threads):
         y[i] = x[(i + 1) % n] + 1
 
@@ -25,8 +25,8 @@ def shift(thread, threads, arguments):  # type: ignore[no-untyped-def]
 @operation
 def set_own(thread, threads, arguments):  # type: ignore[no-untyped-def]
     """x[i] = 1 for the places of this thread."""
-    a = carray(pointer(arguments), 2, np.int64)
-    x = carray(pointer(a[0]), a[1], np.int64)
+    a = array_at(arguments, 2, np.int64)
+    x = array_at(a[0], a[1], np.int64)
     for i in range(thread, a[1], threads):
         x[i] += 1
 
