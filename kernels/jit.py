@@ -3,13 +3,18 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numba
 import torch
+from numba.core import sigutils
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 
 # Waking another thread costs some 40 µs; below this many weights (about 100 µs of work) one thread is faster.
@@ -22,10 +27,39 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     Numba looks for NUMBA_CACHE_DIR, the folder of the source, then the user's cache folder.
     """
     function = marked(function)
-    try:
-        return numba.njit(cache=True, nogil=True, **options())(function)
-    except RuntimeError:  # no folder can be written
-        return numba.njit(nogil=True, **options())(function)
+    return kept(numba.njit(nogil=True, **options())(function), function)
+
+
+def compiled_as_c(signature: Any, function: Callable[..., Any], **more: Any) -> Any:
+    """The same as a C function of this signature, now; `.address` is where it is."""
+    function = marked(function)
+    made = CFunc(function, sigutils.normalize_signature(signature), locals={}, options={**options(), **more})
+    kept(made, function).compile()
+    return made
+
+
+def kept(made: Any, function: Callable[..., Any]) -> Any:
+    """What Numba made, with its files on the disk where there is room for them."""
+    with suppress(RuntimeError):  # no folder can be written
+        made._cache = KernelFiles(function)
+    return made
+
+
+class KernelFiles(FunctionCache):  # type: ignore[misc]
+    """Numba's files of what it has compiled. None of them is worth a failure: a damaged one, such as a full disk or a
+    power cut leaves, is written anew, and what cannot be written is compiled again next time."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # a damaged pickle raises whatever it likes
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(OSError, EOFError, UnpicklingError):
+            super().save_overload(sig, data)
 
 
 def marked(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,35 +14,32 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from quantkit.kernels.jit import compiled, marked, options, pool
+from quantkit.kernels.jit import compiled, compiled_as_c, pool
 
 I64 = ir.IntType(64)
 # Looks at a barrier before the processor is offered to others: about two microseconds.
 SPINS = 500
-COUNT, TURN = 0, 8
+COUNT, TURN, GIVEN_UP = 0, 8, 9
 """Places in a barrier, on two lines of the cache."""
 
+NOTHING = np.zeros((0, 3), np.int64)
 Operand = np.ndarray | Tensor | int | None
 
 
 def operation(function: Callable[..., Any], **more: Any) -> Any:
     """Compile `function(thread, threads, arguments)`, three int64, as C; `.address` is where it is."""
-    signature, function = types.void(types.int64, types.int64, types.int64), marked(function)
-    wanted = {**options(), "_nrt": False, **more}  # nothing is allocated, so that nothing has to be counted
-    try:
-        return numba.cfunc(signature, cache=True, **wanted)(function)
-    except RuntimeError:  # no folder can be written
-        return numba.cfunc(signature, **wanted)(function)
+    signature = types.void(types.int64, types.int64, types.int64)
+    return compiled_as_c(signature, function, **{"_nrt": False, **more})  # nothing is allocated: nothing to count
 
 
 @intrinsic
@@ -106,6 +103,8 @@ def run(table, thread, threads, barrier, others):  # type: ignore[no-untyped-def
             else:
                 spins = 0
                 while look(barrier + 8 * TURN) == turn:
+                    if look(barrier + 8 * GIVEN_UP):
+                        return
                     spins += 1
                     if spins > SPINS:
                         give_way(others)
@@ -141,16 +140,36 @@ class Program:
         """All of them, in so many threads."""
         if self._table is None:
             self._table = np.array(self._rows, np.int64).reshape(-1, 3)
-        barrier = self._barrier.ctypes.data
         if threads == 1:
-            run(self._table, 0, 1, barrier, GIVE_WAY)
+            self._share(0, 1, self._barrier)
             return
+        run(NOTHING, 0, 1, 0, GIVE_WAY)  # compiled before anybody waits for anybody
         workers = pool(os.getpid(), threads - 1)
         with _turn(os.getpid()):
-            shares = [workers.submit(run, self._table, one, threads, barrier, GIVE_WAY) for one in range(1, threads)]
-            run(self._table, 0, threads, barrier, GIVE_WAY)
-            for share in shares:
-                share.result()
+            shares: list[Future[None]] = []
+            try:
+                for one in range(1, threads):
+                    shares.append(workers.submit(self._share, one, threads, self._barrier))
+                self._share(0, threads, self._barrier)
+                for share in shares:
+                    share.result()
+            except BaseException:  # Ctrl-C, say: nobody may wait for a thread that never comes to the barrier
+                self._give_up(shares)
+                raise
+
+    def _share(self, thread: int, threads: int, barrier: np.ndarray) -> None:
+        try:
+            run(self._table, thread, threads, barrier.ctypes.data, GIVE_WAY)
+        except BaseException:
+            barrier[GIVEN_UP] = 1
+            raise
+
+    def _give_up(self, shares: Sequence["Future[None]"]) -> None:
+        """Threads leave the barrier; the next run has another one, in case a thread comes to this one yet."""
+        given_up, self._barrier = self._barrier, np.zeros(16, np.int64)
+        given_up[GIVEN_UP] = 1
+        self._kept.append(given_up)
+        wait(shares)
 
 
 @cache

@@ -101,3 +101,27 @@ def test_a_system_without_a_way_to_yield(monkeypatch) -> None:
     program.add(set_own, (x, 10))
     program.run(3)
     assert np.array_equal(x, np.ones(10))
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_a_thread_that_never_comes_leaves_nobody_waiting(stopped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches the main thread at any moment: before the others were asked, among them, before its own share."""
+    n = 97
+    x, y = np.arange(n), np.zeros(n, np.int64)
+    program = Program()
+    program.add(shift, (x, y, n))
+    program.add(shift, (y, x, n))
+    run = programs.run
+
+    def interrupted(table, thread, threads, *rest):  # type: ignore[no-untyped-def]
+        if threads > 1 and thread == stopped:
+            raise KeyboardInterrupt
+        run(table, thread, threads, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            program.run(3)
+    x[:], y[:] = np.arange(n), 0
+    program.run(3)
+    assert x.tolist() == [(i + 2) % n + 2 for i in range(n)]
