@@ -45,7 +45,7 @@ def kept(made: Any, function: Callable[..., Any]) -> Any:
     return made
 
 
-class KernelFiles(FunctionCache):  # type: ignore[misc]
+class KernelFiles(FunctionCache):
     """Numba's files of what it has compiled. None of them is worth a failure: a damaged one, such as a full disk or a
     power cut leaves, is written anew, and what cannot be written is compiled again next time."""
 

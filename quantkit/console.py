@@ -23,7 +23,7 @@ from quantkit.errors import QuantkitError
 from quantkit.progress import Task
 
 if TYPE_CHECKING:
-    from quantkit.commands.convert_report import Report
+    from quantkit.commands.conversion.report import Report
 
 
 class _Narration(Console):

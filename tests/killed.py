@@ -148,7 +148,7 @@ def main() -> None:
     Answers `{"calls": …, "steps": …, "seconds": …, "contents": {…}, "runs": […]}`, the first four of an undisturbed run.
     """
     request = json.load(sys.stdin)
-    for name in ("cli.app", "commands.quantize_rates", "commands.convert_to_exl2", "commands.convert_gguf_to_hf"):
+    for name in ("cli.app", "commands.quantization.rates", "commands.conversion.to_exl2", "commands.conversion.gguf_to_hf"):
         importlib.import_module(f"quantkit.{name}")
     arguments, folder, kills = request["arguments"], Path(request["folder"]), request["kills"]
     begin_with = request.get("begin_with")

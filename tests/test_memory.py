@@ -8,7 +8,7 @@ import tiny
 
 from quantkit import memory
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.commands.blueprint import open_blueprint
+from quantkit.commands.inspection.blueprint import open_blueprint
 from quantkit.commands.quantize import run
 from quantkit.memory import KV_FORMATS, Rate, need, weights_at
 from quantkit.progress import Silent

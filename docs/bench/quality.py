@@ -26,7 +26,7 @@ from quantkit.calibration import sensitivity, text
 from quantkit.calibration.sensitivity import Sensitivity, TokenWeights
 from quantkit.calibration.stream import ActivationStream
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
-from quantkit.commands.quantize_block import round_block, solve_block
+from quantkit.commands.quantization.block import round_block, solve_block
 from quantkit.evaluators import divergence
 from quantkit.formats import gptq_grid
 from quantkit.formats.codec import Grid

@@ -9,7 +9,7 @@ import typer
 
 from quantkit.cli import convert_options as options
 from quantkit.cli.options import summary
-from quantkit.commands.convert_routes import ROUTES, Route, table
+from quantkit.commands.conversion.routes import ROUTES, Route, table
 from quantkit.errors import UsageError
 from quantkit.settings import ConvertSettings
 
@@ -72,7 +72,7 @@ def batch(
 ) -> None:
     """Run many conversions, go on past one that fails, and end with a table of what each result costs and loses."""
     from quantkit import console
-    from quantkit.commands.convert_batch import run_batch
+    from quantkit.commands.conversion.batch import run_batch
 
     report = run_batch(jobs, console.Bars())
     console.print_report(report, as_json=json)

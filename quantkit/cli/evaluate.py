@@ -167,7 +167,7 @@ def degeneration(
     formats = tuple(part.strip() for part in kv.split(",")) if kv else ()
     settings = DegenerationSettings(model, reference, formats, kv_resident, quick, tokens, seed, device, dtype)
     from quantkit import console
-    from quantkit.commands.evaluate_degeneration import run
+    from quantkit.commands.evaluation.degeneration import run
 
     report = run(settings, console.Bars())
     if as_json:
@@ -219,7 +219,7 @@ def tasks(
         dtype,
     )
     from quantkit import console
-    from quantkit.commands.evaluate_tasks import run
+    from quantkit.commands.evaluation.tasks import run
 
     report = run(settings, console.Bars())
     if as_json:

@@ -174,8 +174,8 @@ def generate(
         dtype=dtype,
     )
     from quantkit import console
-    from quantkit.commands import generate_queue
     from quantkit.commands.generate import run
+    from quantkit.commands.generation import queue
     from quantkit.progress import Silent
     from quantkit.runtime.ranks import is_first
 
@@ -191,7 +191,7 @@ def generate(
         console.print_json(run(settings, console.Bars()).as_json())
         return
     if prompts_file is not None:
-        rows = generate_queue.run(settings, console.Bars(), console.print_json).rows()
+        rows = queue.run(settings, console.Bars(), console.print_json).rows()
     else:
         rows = run(settings, console.Bars(), show).rows()
         console.print_text("")

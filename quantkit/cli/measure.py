@@ -62,7 +62,7 @@ def measure(
     from quantkit import console
 
     if dry_run:
-        from quantkit.commands.measure_outlook import foresee
+        from quantkit.commands.measuring.outlook import foresee
 
         console.print_report(foresee(settings, console.Bars()), as_json=json)
         return

@@ -18,7 +18,7 @@ from quantkit.cli.options import (
     Samples,
     memory_bytes,
 )
-from quantkit.commands.gate import DAMAGE_FIGURES, Gate
+from quantkit.commands.evaluation.gate import DAMAGE_FIGURES, Gate
 from quantkit.errors import GateError, UsageError
 from quantkit.settings import QuantizeSettings, ReportSettings, TextSettings
 
@@ -212,14 +212,14 @@ def quantize(
     from quantkit import console
 
     if dry_run:
-        from quantkit.commands.quantize_outlook import foresee
+        from quantkit.commands.quantization.outlook import foresee
 
         if len(rates) > 1:
             raise UsageError("`--dry-run` looks at one rate at a time", hint=f"use `--bpw {rates[0]:g}` with it")
         console.print_report(foresee(settings, console.Bars()), as_json=json)
         return 0
     if len(rates) > 1:
-        from quantkit.commands.quantize_rates import run_rates
+        from quantkit.commands.quantization.rates import run_rates
 
         console.print_report(run_rates(settings, rates, console.Bars()), as_json=json)
         return 0

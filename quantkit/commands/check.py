@@ -6,9 +6,9 @@ from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.survey import survey
-from quantkit.commands import check_model
-from quantkit.commands.check_tokenizer import tokenizer_faults
-from quantkit.commands.check_values import value_findings
+from quantkit.commands.inspection import model
+from quantkit.commands.inspection.tokenizer import tokenizer_faults
+from quantkit.commands.inspection.values import value_findings
 from quantkit.consumer_rules import Objection
 from quantkit.consumers import CONSUMERS, Verdict, verdicts
 from quantkit.errors import QuantkitError, UnsupportedModel
@@ -106,17 +106,17 @@ def run(settings: CheckSettings, progress: Progress) -> CheckReport:
     where = str(settings.path / "config.json")
     faults, notes = list(found.faults), list(found.notes)
     has_config = bool(checkpoint.config)
-    unknown = check_model.config_faults(checkpoint.config, where) if has_config else []
-    faults += [*unknown, *check_model.quantization_faults(checkpoint, incomplete=found.incomplete)]
+    unknown = model.config_faults(checkpoint.config, where) if has_config else []
+    faults += [*unknown, *model.quantization_faults(checkpoint, incomplete=found.incomplete)]
     zero_points: dict[str, tuple[int, int]] = {}
     if has_config and not unknown:
-        contents = list(check_model.content_faults(checkpoint, incomplete=found.incomplete))
+        contents = list(model.content_faults(checkpoint, incomplete=found.incomplete))
         values = value_findings(checkpoint, {module for module, _ in contents}, progress)
         faults += [*(fault for _, fault in contents), *values.faults]
         notes += values.notes
         zero_points = values.zero_points
         if not faults:
-            faults += check_model.loading_fault(checkpoint)
+            faults += model.loading_fault(checkpoint)
     vocabulary = checkpoint.model_config.vocab_size if has_config and not unknown else None
     of_tokenizer, tokenizer_notes, _ = tokenizer_faults(settings.path, checkpoint.config, vocabulary)
     judged = _judge(checkpoint, faults, of_tokenizer, zero_points, known=has_config and not unknown)

@@ -7,8 +7,8 @@ from typing import Any
 
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import evaluate
-from quantkit.commands.compare_report import CompareReport
-from quantkit.commands.kept_models import KeptModels
+from quantkit.commands.evaluation.compare_report import CompareReport
+from quantkit.commands.evaluation.kept_models import KeptModels
 from quantkit.progress import Progress
 from quantkit.runtime.cache_format import cache_format, require_distinct
 from quantkit.runtime.placement import Placement

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.commands.convert_report import Report
-from quantkit.commands.convert_routes import ROUTES, Route, find, idle_options
-from quantkit.commands.convert_stamp import conversion_facts, finished_conversion, stamp
+from quantkit.commands.conversion.report import Report
+from quantkit.commands.conversion.routes import ROUTES, Route, find, idle_options
+from quantkit.commands.conversion.stamp import conversion_facts, finished_conversion, stamp
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.progress import Progress, Tqdm
 from quantkit.settings import ConvertSettings

@@ -9,17 +9,17 @@ from typing import Any, cast, overload
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
-from quantkit.commands.compare_report import (
+from quantkit.commands.evaluation.compare_report import (
     COMPARE_FIGURES,
     CompareReport,
     SavedCheck,
     SavedReport,
     worst_in_words,
 )
-from quantkit.commands.evaluate_report import PerplexityReport, PerplexityTable, Scored
-from quantkit.commands.evaluate_text import ReadText, bos_notes, require_known, tokenizer_notes
-from quantkit.commands.gate import Gate
-from quantkit.commands.result_file import require_absent
+from quantkit.commands.evaluation.gate import Gate
+from quantkit.commands.evaluation.report import PerplexityReport, PerplexityTable, Scored
+from quantkit.commands.evaluation.result_file import require_absent
+from quantkit.commands.evaluation.text import ReadText, bos_notes, require_known, tokenizer_notes
 from quantkit.errors import CheckpointError, RequestError, UsageError
 from quantkit.evaluators.cached import CachedModel
 from quantkit.evaluators.divergence import compare as measure_divergence

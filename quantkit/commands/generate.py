@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.commands import generate_queue
-from quantkit.commands.generate_queue import QueueReport
-from quantkit.commands.generate_setup import Setup, cache_rows, decode_rows, idle_options, prompt_ids, ran_on
+from quantkit.commands.generation import queue
+from quantkit.commands.generation.queue import QueueReport
+from quantkit.commands.generation.setup import Setup, cache_rows, decode_rows, idle_options, prompt_ids, ran_on
 from quantkit.progress import Progress, Tqdm
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.request import Completion, Delta, Tally
@@ -87,14 +87,14 @@ def generate(
 def run(
     settings: GenerateSettings, progress: Progress, on_text: Callable[[str], bool] = lambda text: True
 ) -> GenerateReport | QueueReport:
-    """Generate; a file of prompts is answered as `generate_queue` does. `on_text` gets the text of a single answer as
+    """Generate; a file of prompts is answered as `generation.queue` does. `on_text` gets the text of a single answer as
     it comes, never half a character, and returns whether to go on.
 
     Raises UsageError for settings, CheckpointError for the model's files, RequestError for a prompt that cannot be
     served, GateError when the model's logits are no finite numbers.
     """
     if settings.prompts_file is not None:
-        return generate_queue.run(settings, progress)
+        return queue.run(settings, progress)
     start = time.perf_counter()
     setup = Setup.open(settings)
 

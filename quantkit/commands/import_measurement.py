@@ -15,7 +15,7 @@ from typing import Any
 
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.commands.measure_report import MeasureReport
+from quantkit.commands.measuring.report import MeasureReport
 from quantkit.errors import CheckpointError, FormatError, PlanError
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.formats.codec import Group, Layout

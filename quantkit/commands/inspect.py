@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
-from quantkit.commands.blueprint import Blueprint, has_weights, open_blueprint
 from quantkit.commands.check import verdict_rows, verdicts_json
-from quantkit.commands.check_tokenizer import TokenizerFacts, tokenizer_faults
+from quantkit.commands.inspection.blueprint import Blueprint, has_weights, open_blueprint
+from quantkit.commands.inspection.tokenizer import TokenizerFacts, tokenizer_faults
 from quantkit.consumers import Verdict, verdicts
 from quantkit.inventory import DENSE, EXL2, GPTQ, Inventory, StoredLinear, take
 from quantkit.models.architecture import EMBEDDING, HEAD

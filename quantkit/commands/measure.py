@@ -19,18 +19,17 @@ from torch import Tensor
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.checkpoint.fingerprint import in_form
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.commands.descent import Descent, noted_by, planned
-from quantkit.commands.measure_check import (
+from quantkit.commands.measuring.check import (
     check_prediction,
     checked_blocks,
     checked_candidate,
     worst_block,
 )
-from quantkit.commands.measure_outline import exl2_trials, outline
-from quantkit.commands.measure_report import MeasureReport
-from quantkit.commands.measure_walk import NOTHING, Checked, measure_blocks
-from quantkit.commands.memory_limit import heap_settled_after, limited, tell_excess
-from quantkit.commands.quantize_job import (
+from quantkit.commands.measuring.outline import exl2_trials, outline
+from quantkit.commands.measuring.report import MeasureReport
+from quantkit.commands.measuring.walk import NOTHING, Checked, measure_blocks
+from quantkit.commands.quantization.fallback import Descent, noted_by, planned
+from quantkit.commands.quantization.job import (
     UNTRIED,
     Subject,
     choose_placement,
@@ -39,9 +38,10 @@ from quantkit.commands.quantize_job import (
     open_subject,
     require_finite,
 )
-from quantkit.commands.quantize_rehearsal import peak_memory
-from quantkit.commands.resumption import facts_of, job_place
-from quantkit.commands.sensitivity import RunBackward, run_backward
+from quantkit.commands.quantization.memory_limit import heap_settled_after, limited, tell_excess
+from quantkit.commands.quantization.rehearsal import peak_memory
+from quantkit.commands.quantization.resumption import facts_of, job_place
+from quantkit.commands.quantization.sensitivity import RunBackward, run_backward
 from quantkit.errors import PlanError
 from quantkit.formats import exl2
 from quantkit.formats.codec import StoredTensor
@@ -186,7 +186,7 @@ def measure_model(
 
 
 def _stored(tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str, LinearSpec]) -> dict[str, StoredTensor]:
-    """The linears of a block that `measure_block.Kept` kept."""
+    """The linears of a block that `measuring.block.Kept` kept."""
     linears: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors:
         name, _, suffix = key.rpartition(".")

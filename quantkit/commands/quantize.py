@@ -1,7 +1,7 @@
 """`quantkit quantize`: a model folder → the same model in fewer bits, solved block by block against real activations.
 
-Everything that can be refused is refused before work (`quantize_job`). Then one block at a time is read, solved
-(`quantize_block`), written, and run again as quantized to make the inputs of the next. The result is read back and
+Everything that can be refused is refused before work (`quantization.job`). Then one block at a time is read, solved
+(`quantization.block`), written, and run again as quantized to make the inputs of the next. The result is read back and
 compared with what was solved before it takes its place, and measured against the original after.
 """
 
@@ -18,11 +18,9 @@ from quantkit.checkpoint.folder import RESULT_FILE
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.commands import redo
-from quantkit.commands.descent import noted_by, planned
-from quantkit.commands.effort import Effort, choose_effort, choose_hessian_dtype
-from quantkit.commands.memory_limit import heap_settled_after, tell_excess, within_memory
-from quantkit.commands.quantize_end import (
+from quantkit.commands.quantization import redo
+from quantkit.commands.quantization.effort import Effort, choose_effort, choose_hessian_dtype
+from quantkit.commands.quantization.end import (
     EVALUATION_LENGTH,
     EVALUATION_WINDOWS,
     backend_of,
@@ -32,8 +30,9 @@ from quantkit.commands.quantize_end import (
     measured_now,
     spent_since,
 )
-from quantkit.commands.quantize_exl2 import GPTQ_OPTIONS, check_format, choose_recipe, known_recipe
-from quantkit.commands.quantize_job import (
+from quantkit.commands.quantization.exl2 import GPTQ_OPTIONS, check_format, choose_recipe, known_recipe
+from quantkit.commands.quantization.fallback import noted_by, planned
+from quantkit.commands.quantization.job import (
     UNTRIED,
     QuantizeJob,
     Subject,
@@ -45,14 +44,12 @@ from quantkit.commands.quantize_job import (
     prepare,
     require_finite,
 )
-from quantkit.commands.quantize_needs import disk_needs, require_space
-from quantkit.commands.quantize_rehearsal import device_peak_memory, peak_memory
-from quantkit.commands.quantize_report import Cost, Gradients, QuantizeReport, known_afterwards
-from quantkit.commands.quantize_steps import UNCHANGED, put_together, solve_steps, solved_blocks
-from quantkit.commands.quantize_target import fit_target
-from quantkit.commands.quantize_tuning import tune_result
-from quantkit.commands.redo_report import RedoReport
-from quantkit.commands.resumption import (
+from quantkit.commands.quantization.memory_limit import heap_settled_after, tell_excess, within_memory
+from quantkit.commands.quantization.needs import disk_needs, require_space
+from quantkit.commands.quantization.redo_report import RedoReport
+from quantkit.commands.quantization.rehearsal import device_peak_memory, peak_memory
+from quantkit.commands.quantization.report import Cost, Gradients, QuantizeReport, known_afterwards
+from quantkit.commands.quantization.resumption import (
     Finished,
     facts_of,
     finished_before,
@@ -60,7 +57,10 @@ from quantkit.commands.resumption import (
     read_result,
     result_document,
 )
-from quantkit.commands.sensitivity import RunBackward, run_backward
+from quantkit.commands.quantization.sensitivity import RunBackward, run_backward
+from quantkit.commands.quantization.steps import UNCHANGED, put_together, solve_steps, solved_blocks
+from quantkit.commands.quantization.target import fit_target
+from quantkit.commands.quantization.tuning import tune_result
 from quantkit.job.identity import identify, remembered
 from quantkit.job.job import Facts, Job
 from quantkit.progress import Progress, Tqdm

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import memory
-from quantkit.commands.blueprint import Blueprint, open_blueprint
-from quantkit.commands.recommend_report import RESIDENT_TOKENS, Budget, Fit, RecommendReport
+from quantkit.commands.inspection.blueprint import Blueprint, open_blueprint
+from quantkit.commands.inspection.recommend_report import RESIDENT_TOKENS, Budget, Fit, RecommendReport
 from quantkit.errors import PlanError, UsageError, in_shell
 from quantkit.measurement import Measurement
 from quantkit.memory import KV_FORMATS, KvFormat, Rate, Weights

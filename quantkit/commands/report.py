@@ -23,15 +23,16 @@ from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.folder import RESULT_FILE, read_json
 from quantkit.checkpoint.output_folder import OutputFolder
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
-from quantkit.commands import evaluate, evaluate_degeneration
-from quantkit.commands.compare_report import CompareReport
-from quantkit.commands.evaluate_degeneration import DegenerationReport
-from quantkit.commands.evaluate_text import ReadText
-from quantkit.commands.kept_models import KeptModels
-from quantkit.commands.redo_result import CALIBRATED
-from quantkit.commands.report_card import card
-from quantkit.commands.report_page import page
-from quantkit.commands.resumption import redone
+from quantkit.commands import evaluate
+from quantkit.commands.evaluation import degeneration
+from quantkit.commands.evaluation.card import card
+from quantkit.commands.evaluation.compare_report import CompareReport
+from quantkit.commands.evaluation.degeneration import DegenerationReport
+from quantkit.commands.evaluation.kept_models import KeptModels
+from quantkit.commands.evaluation.page import page
+from quantkit.commands.evaluation.text import ReadText
+from quantkit.commands.quantization.redo_result import CALIBRATED
+from quantkit.commands.quantization.resumption import redone
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.evaluators.depth import depth_errors
 from quantkit.inventory import take
@@ -253,7 +254,7 @@ def _judge(
     assert isinstance(compared, CompareReport)
     probed = None
     if settings.probe:
-        probed = evaluate_degeneration.run(
+        probed = degeneration.run(
             DegenerationSettings(name, settings.reference, quick=True, device=settings.device, dtype=settings.dtype),
             progress,
             models.load,

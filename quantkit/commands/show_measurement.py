@@ -1,7 +1,7 @@
 """`quantkit measurement show`: a measurement file as tables, and as a picture where one is asked for."""
 
-from quantkit.commands.measure_report import MeasureReport
-from quantkit.commands.plot_measurement import plot, require_plots
+from quantkit.commands.measuring.plot import plot, require_plots
+from quantkit.commands.measuring.report import MeasureReport
 from quantkit.measurement import Measurement
 from quantkit.progress import Progress
 from quantkit.settings import ShowMeasurementSettings

@@ -11,8 +11,8 @@ from quantkit.checkpoint.adapter import open_adapter
 from quantkit.checkpoint.folder import readable
 from quantkit.checkpoint.links import leading_out
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.commands.blueprint import open_blueprint
 from quantkit.commands.check import check
+from quantkit.commands.inspection.blueprint import open_blueprint
 from quantkit.errors import CheckpointError
 
 HUB = "models--org--name"

@@ -6,7 +6,7 @@ import pytest
 import tiny_gguf
 
 from quantkit import cli
-from quantkit.commands.convert_routes import ROUTES
+from quantkit.commands.conversion.routes import ROUTES
 
 
 def test_json_is_one_object_and_nothing_else(tmp_path, capsys) -> None:

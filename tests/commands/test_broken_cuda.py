@@ -8,7 +8,7 @@ import tiny
 from broken_cuda import COMPILE_ERROR, FAULTS, broken
 
 from quantkit import cli
-from quantkit.commands.quantize_job import choose_placement
+from quantkit.commands.quantization.job import choose_placement
 from quantkit.runtime.placement import Placement
 
 SAID = {

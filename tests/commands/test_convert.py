@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import quantkit
 from quantkit.commands import convert
-from quantkit.commands.convert_gguf_to_hf import GgufImport
-from quantkit.commands.convert_routes import ROUTES
+from quantkit.commands.conversion.gguf_to_hf import GgufImport
+from quantkit.commands.conversion.routes import ROUTES
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.progress import Silent
 from quantkit.settings import ConvertSettings

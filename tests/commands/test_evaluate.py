@@ -8,7 +8,8 @@ import tiny
 import torch
 
 from quantkit.calibration.text import held_back_text
-from quantkit.commands import evaluate, evaluate_text
+from quantkit.commands import evaluate
+from quantkit.commands.evaluation import text
 from quantkit.errors import CalibrationError, CheckpointError, RequestError, UsageError
 from quantkit.evaluators.saved_reference import record
 from quantkit.progress import Silent
@@ -232,7 +233,7 @@ def test_empty_and_absent_text(folder, tmp_path):
 
 
 def test_data_set_that_cannot_be_had_points_to_local_text(folder, monkeypatch):
-    monkeypatch.setattr(evaluate_text, "read_dataset", offline)
+    monkeypatch.setattr(text, "read_dataset", offline)
     with pytest.raises(CalibrationError, match="no network") as caught:
         perplexity(folder, dataset="wikitext2")
     assert "--text FILE" in caught.value.hint
@@ -254,7 +255,7 @@ def offline(name, split, limit=None):
 def test_data_sets_are_read_from_the_usual_split(dataset, windows, expected, folder, monkeypatch):
     """An endless one only as far as its windows need, and only so many windows are scored."""
     asked = []
-    monkeypatch.setattr(evaluate_text, "read_dataset", lambda *call: asked.append(call) or ["in the end " * 40] * 40)
+    monkeypatch.setattr(text, "read_dataset", lambda *call: asked.append(call) or ["in the end " * 40] * 40)
     report = perplexity(folder, dataset=dataset, windows=windows)
     assert asked == [expected]
     whole = report.scored.text_tokens // 16

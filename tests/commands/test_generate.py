@@ -7,7 +7,7 @@ import torch
 from tiny_lora import write_adapter
 
 from quantkit.commands.generate import run
-from quantkit.commands.generate_setup import idle_options
+from quantkit.commands.generation.setup import idle_options
 from quantkit.errors import BackendError, CheckpointError, RequestError, UsageError
 from quantkit.progress import Silent
 from quantkit.runtime.load import load

@@ -5,8 +5,8 @@ import json
 import pytest
 import tiny
 
-from quantkit.commands import generate_setup
 from quantkit.commands.generate import run
+from quantkit.commands.generation import setup
 from quantkit.errors import RequestError, UsageError
 from quantkit.progress import Silent
 from quantkit.settings import GenerateSettings
@@ -73,7 +73,7 @@ def test_a_queue_has_the_cache_that_was_asked_for(folder, tmp_path):
 
 
 def test_a_cache_too_small_is_refused_before_weights_are_read(folder, monkeypatch):
-    monkeypatch.setattr(generate_setup, "load_model", None)
+    monkeypatch.setattr(setup, "load_model", None)
     prompt = "the end of the sea " * 20
     with pytest.raises(RequestError, match=r"prompt tokens and 200 new ones need \d+ positions .* the cache has 256") as caught:
         answer(folder, prompt=prompt, cache_tokens=256, max_new_tokens=200)

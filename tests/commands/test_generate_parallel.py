@@ -11,8 +11,8 @@ import tiny_exl2
 import tiny_lora
 
 import quantkit
-from quantkit.commands import generate_queue
-from quantkit.commands.generate_setup import Setup
+from quantkit.commands.generation import queue
+from quantkit.commands.generation.setup import Setup
 from quantkit.errors import UsageError
 from quantkit.runtime.ranks import Ranks, is_first
 from quantkit.runtime.request import Request
@@ -70,10 +70,10 @@ def test_processes_of_one_machine_divide_its_memory(tmp_path, monkeypatch) -> No
     monkeypatch.setattr(Ranks, "join", lambda device: Ranks(0, 2))
     monkeypatch.setattr(Ranks, "least", lambda self, number: number)
     page = 2 * 2 * 3 * 16 * 4 * 256  # keys and values, layers, heads of this process, numbers, bytes, positions
-    monkeypatch.setattr(generate_queue, "free_bytes", lambda device: 12 * page)
+    monkeypatch.setattr(queue, "free_bytes", lambda device: 12 * page)
     setup = Setup.open(GenerateSettings(str(tiny.write_model(tmp_path / "model", **SHAPE)), cache_fraction=0.5))
-    lines = [generate_queue.Line(number, None, Request([5] * 300, 10, seed=number)) for number in range(4)]
-    assert generate_queue._fit(setup, setup.load(), lines)[0] == 3 * 256
+    lines = [queue.Line(number, None, Request([5] * 300, 10, seed=number)) for number in range(4)]
+    assert queue._fit(setup, setup.load(), lines)[0] == 3 * 256
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_blocks_are_planned_as_a_whole(bpw: float, model: Path, tmp_path: Path) 
 
 
 def report_rows(folder: Path) -> list[list[str]]:
-    from quantkit.commands.measure_report import MeasureReport
+    from quantkit.commands.measuring.report import MeasureReport
 
     report = MeasureReport(folder / "m.json", Measurement.load(folder / "m.json"))
     assert report.kind_rows() == []

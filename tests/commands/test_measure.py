@@ -13,12 +13,12 @@ from quantkit import cli
 from quantkit.calibration.text import token_rows
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import measure as measure_command
-from quantkit.commands import quantize_block, quantize_job
-from quantkit.commands.block_hessians import ReadyStage
 from quantkit.commands.measure import run
-from quantkit.commands.measure_block import Kept, Trial, measure_stage
-from quantkit.commands.measure_check import checked_blocks, checked_candidate, worst_block
-from quantkit.commands.measure_report import MeasureReport
+from quantkit.commands.measuring.block import Kept, Trial, measure_stage
+from quantkit.commands.measuring.check import checked_blocks, checked_candidate, worst_block
+from quantkit.commands.measuring.report import MeasureReport
+from quantkit.commands.quantization import block, job
+from quantkit.commands.quantization.hessians import ReadyStage
 from quantkit.commands.quantize import run as quantize
 from quantkit.errors import CheckpointError, PlanError
 from quantkit.formats import exl2_layout, exl2_mix
@@ -126,7 +126,7 @@ def test_what_exl2_cannot_hold_is_listed_with_its_bits(tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_file_from_memory_or_disk(
     model: Path, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize_job, "SPILL_BYTES", 0)
+    monkeypatch.setattr(job, "SPILL_BYTES", 0)
     run(MeasureSettings(str(model), tmp_path / "m.json", **TEXT), Silent())
     assert (tmp_path / "m.json").read_bytes() == measured.read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
@@ -182,7 +182,7 @@ def test_what_is_seen_is_the_divergence_of_the_quantized_model(
 ) -> None:
     """In float32, so that the plan's own run has the same Hessians; its outputs do not make up for each other, which
     they do not in a measurement."""
-    monkeypatch.setattr(quantize_block, "factor_outputs", lambda covariances: None)
+    monkeypatch.setattr(block, "factor_outputs", lambda covariances: None)
     options = {"samples": 8, "length": 64, "dtype": "fp32"}
     found = run(MeasureSettings(str(model), tmp_path / "m.json", **options), Silent()).measurement
     own = {linear.name: checked_candidate(linear).mix for linear in found.linears if ".1." in linear.name}

@@ -14,10 +14,10 @@ import quantkit
 from quantkit import kernels
 from quantkit.calibration import stream
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.commands import block_hessians, quantize_job
+from quantkit.commands.quantization import hessians, job
+from quantkit.commands.quantization.outlook import foresee
+from quantkit.commands.quantization.report import QuantizeReport
 from quantkit.commands.quantize import run
-from quantkit.commands.quantize_outlook import foresee
-from quantkit.commands.quantize_report import QuantizeReport
 from quantkit.errors import CalibrationError, FormatError, GateError, UsageError
 from quantkit.formats.gptq import GptqCodec
 from quantkit.progress import Silent
@@ -184,7 +184,7 @@ def test_spilled_hidden_states_change_nothing(model: Path, tmp_path: Path, monke
     spilled = []
     put = stream._OnDisk.put
     monkeypatch.setattr(stream._OnDisk, "put", lambda self, *args: (spilled.append(self._folder), put(self, *args)))
-    monkeypatch.setattr(quantize_job, "SPILL_BYTES", 0)
+    monkeypatch.setattr(job, "SPILL_BYTES", 0)
     quantize(model, tmp_path / "disk")
     place = tmp_path / "disk.job"
     backward = {place / "states-gradients" / name for name in ("block-0", "block-1", "block-2", "gradients")}
@@ -213,7 +213,7 @@ def test_the_home_of_nobody_is_a_name_like_any_other(model: Path, tmp_path: Path
 def test_hessians_in_several_passes_change_nothing(tmp_path: Path, monkeypatch) -> None:
     source = tiny.write_model(tmp_path / "model", "MixtralForCausalLM", num_local_experts=3)
     quantize(source, tmp_path / "one")
-    monkeypatch.setattr(block_hessians, "HESSIAN_BYTES", 1)
+    monkeypatch.setattr(hessians, "HESSIAN_BYTES", 1)
     quantize(source, tmp_path / "many")
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "many")
 

@@ -9,8 +9,8 @@ import torch
 
 import quantkit
 from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands.quantization.report import QuantizeReport
 from quantkit.commands.quantize import run
-from quantkit.commands.quantize_report import QuantizeReport
 from quantkit.errors import FormatError, UsageError
 from quantkit.progress import Silent
 from quantkit.settings import QuantizeSettings

@@ -10,10 +10,10 @@ from cuda_on_cpu.launcher import ExecutorLauncher
 from safetensors.torch import load_file
 from simulated_card import SimulatedCard, kernels_of
 
-from quantkit.commands import descent, memory_limit, quantize_steps
+from quantkit.commands.quantization import fallback, memory_limit, steps
+from quantkit.commands.quantization.job import choose_placement
+from quantkit.commands.quantization.outlook import foresee
 from quantkit.commands.quantize import run
-from quantkit.commands.quantize_job import choose_placement
-from quantkit.commands.quantize_outlook import foresee
 from quantkit.errors import BackendError, UsageError
 from quantkit.progress import Silent
 from quantkit.settings import QuantizeSettings
@@ -154,29 +154,29 @@ def test_too_little_memory_is_gone_around(model: Path, usual: Path, tmp_path: Pa
         report, less, heard = on_card(model, out, monkeypatch, int(share * card.peak), **options)
         assert same(out, tmp_path / "usual"), share
         assert less.peak <= share * card.peak
-        for fallback in report.fallbacks:
-            met.add(fallback.did)
-            assert f"{fallback.step}: the GPU had too little memory, done with {fallback.did}" in report.remarks()
+        for found in report.fallbacks:
+            met.add(found.did)
+            assert f"{found.step}: the GPU had too little memory, done with {found.did}" in report.remarks()
         assert report.as_json()["fallbacks"] == [{"step": one.step, "did": one.did} for one in report.fallbacks]
         assert bool(report.fallbacks) == bool(less.refused)
         assert bool(report.fallbacks) == any("going on with" in line for line in heard)
-    assert met == {descent.SMALLER, descent.SINGLE, descent.CPU}
+    assert met == {fallback.SMALLER, fallback.SINGLE, fallback.CPU}
 
 
 def test_the_least_is_not_left_for_the_rest_of_the_model(model: Path, tmp_path: Path, monkeypatch) -> None:
     """The CPU is for one step: the next begins on the card, and finds it free again."""
-    solve, seen = descent.Descent.run, []
+    solve, seen = fallback.Descent.run, []
 
     def run_once(self, do, **options):
         if self._step == "block 0" and not seen:
             seen.append(self)
             self._at = len(self._levels) - 1
-            self._met = descent.CPU
+            self._met = fallback.CPU
         return solve(self, do, **options)
 
-    monkeypatch.setattr(descent.Descent, "run", run_once)
+    monkeypatch.setattr(fallback.Descent, "run", run_once)
     report, card, _ = on_card(model, tmp_path / "out", monkeypatch, effort="fast")
-    assert [(one.step, one.did) for one in report.fallbacks] == [("block 0", descent.CPU)]
+    assert [(one.step, one.did) for one in report.fallbacks] == [("block 0", fallback.CPU)]
     assert card.operations["aten::addmm_"]
 
 
@@ -190,10 +190,10 @@ def test_a_job_killed_while_it_falls_back_goes_on(model: Path, usual: Path, tmp_
             raise KeyboardInterrupt
         usually(self, whole)
 
-    usually = descent.Descent._descend
+    usually = fallback.Descent._descend
     limit = int(0.1 * card.peak)
     with monkeypatch.context() as patch:
-        patch.setattr(descent.Descent, "_descend", die)
+        patch.setattr(fallback.Descent, "_descend", die)
         with pytest.raises(KeyboardInterrupt):
             on_card(model, tmp_path / "out", monkeypatch, limit)
     assert found[-1] == "block 1"
@@ -208,7 +208,7 @@ def test_other_faults_of_the_card_are_said(model: Path, tmp_path: Path, monkeypa
     def fail(*_, **__):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr(quantize_steps, "solve_block", fail)
+    monkeypatch.setattr(steps, "solve_block", fail)
     with pytest.raises(BackendError, match=r"^`cuda:0` failed: CUDA error: an illegal memory access") as caught:
         on_card(model, tmp_path / "out", monkeypatch)
     assert "--device cpu" in caught.value.hint
@@ -217,8 +217,8 @@ def test_other_faults_of_the_card_are_said(model: Path, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("words", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling", "CUDA_ERROR_OUT_OF_MEMORY"])
 def test_every_name_of_it_is_known(words: str) -> None:
-    assert descent.lacks_memory(RuntimeError(words))
-    assert not descent.lacks_memory(RuntimeError("CUDA error: invalid argument"))
+    assert fallback.lacks_memory(RuntimeError(words))
+    assert not fallback.lacks_memory(RuntimeError("CUDA error: invalid argument"))
 
 
 def test_the_outlook_tells_the_memory_of_the_card(model: Path, tmp_path: Path, monkeypatch) -> None:
@@ -231,7 +231,7 @@ def test_the_outlook_tells_the_memory_of_the_card(model: Path, tmp_path: Path, m
     assert found.as_json()["fallbacks"] == []
     with SimulatedCard(int(0.05 * done.peak)).inserted(monkeypatch):
         less = foresee(settings, Silent())
-    assert less.as_json()["fallbacks"] == [{"step": "rehearsal", "did": descent.CPU}]
+    assert less.as_json()["fallbacks"] == [{"step": "rehearsal", "did": fallback.CPU}]
     assert ["too much for the GPU", "goes on with the CPU"] in less.rows()
 
 

@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 
 import quantkit
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.commands import quantize_end
 from quantkit.commands.check import check
 from quantkit.commands.measure import run as measure
+from quantkit.commands.quantization import end
+from quantkit.commands.quantization.outlook import foresee
+from quantkit.commands.quantization.rates import run_rates
+from quantkit.commands.quantization.report import QuantizeReport
+from quantkit.commands.quantization.resumption import Finished
 from quantkit.commands.quantize import run
-from quantkit.commands.quantize_outlook import foresee
-from quantkit.commands.quantize_rates import run_rates
-from quantkit.commands.quantize_report import QuantizeReport
-from quantkit.commands.resumption import Finished
 from quantkit.errors import CheckpointError, PlanError, UnsupportedModel, UsageError
 from quantkit.progress import Silent
 from quantkit.settings import MeasureSettings, QuantizeSettings
@@ -95,13 +95,13 @@ def test_what_is_measured_is_the_damage_to_the_original(
     tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    compare = quantize_end.divergence.compare
+    compare = end.divergence.compare
 
     def watched(reference, candidate, windows, progress):
         seen.append(reference)
         return compare(reference, candidate, windows, progress)
 
-    monkeypatch.setattr(quantize_end.divergence, "compare", watched)
+    monkeypatch.setattr(end.divergence, "compare", watched)
     quantize(tied, tmp_path / "out", untie_head=True, effort="nearest", evaluate=True)
     (reference,) = seen
     assert torch.equal(reference.embedding.weight, open_checkpoint(tied).tensor(EMBEDDING))

@@ -7,9 +7,9 @@ import pytest
 import tiny
 
 from quantkit import cli
+from quantkit.commands.inspection.recommend_report import GIB
 from quantkit.commands.measure import run as run_measure
 from quantkit.commands.recommend import run
-from quantkit.commands.recommend_report import GIB
 from quantkit.errors import CheckpointError, PlanError, UsageError
 from quantkit.memory import KV_FORMATS
 from quantkit.progress import Silent

@@ -11,9 +11,9 @@ from quantkit import cli
 from quantkit.checkpoint.fingerprint import fingerprint
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands import report
+from quantkit.commands.evaluation.card import _calibration
+from quantkit.commands.evaluation.plots import Axis, Point, heat_map, lines, pareto, scatter
 from quantkit.commands.report import ModelFacts, _labels
-from quantkit.commands.report_card import _calibration
-from quantkit.commands.report_plots import Axis, Point, heat_map, lines, pareto, scatter
 from quantkit.evaluators.depth import depth_errors
 from quantkit.runtime import load as runtime_load
 from quantkit.runtime.load import load

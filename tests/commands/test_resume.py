@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from quantkit import cli
 from quantkit.checkpoint.reader import open_checkpoint
-from quantkit.commands import quantize_end
+from quantkit.commands.quantization import end
+from quantkit.commands.quantization.resumption import Finished
 from quantkit.commands.quantize import run
-from quantkit.commands.resumption import Finished
 from quantkit.errors import CheckpointError, JobError, PlanError
 from quantkit.job import job as jobs
 from quantkit.progress import Silent
@@ -401,7 +401,7 @@ def test_a_result_that_is_removed_before_it_is_measured_is_put_together_again(
         open_checkpoint(out)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantize_end, "_damage_there", removed)
+        patch.setattr(end, "_damage_there", removed)
         with pytest.raises(CheckpointError, match="was complete, and is gone") as caught:
             run(replace(settings(model, tmp_path / "out"), evaluate=True), Silent())
     assert "same command" in str(caught.value.hint) and (tmp_path / "out.job").is_dir()

@@ -1,0 +1,1 @@
+"""The conversions, one module for each, and what they share."""

@@ -1,0 +1,1 @@
+"""What `quantkit eval` and `quantkit report` are made of."""

@@ -1,0 +1,1 @@
+"""What `quantkit generate` is made of."""

@@ -1,0 +1,1 @@
+"""What `quantkit check`, `inspect` and `recommend` find out about a model before any work."""

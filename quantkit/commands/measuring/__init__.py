@@ -1,0 +1,1 @@
+"""What `quantkit measure` is made of, and what is done with a measurement."""

@@ -1,0 +1,75 @@
+"""What a measurement will hold, known before any work: the layouts of each linear with their bits, damage not yet.
+
+It answers what needs no damage: whether a budget can be met, and which linears EXL2 cannot hold.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from quantkit.checkpoint.decoded import DecodedCheckpoint
+from quantkit.commands.measuring.block import Trial, Trials
+from quantkit.commands.quantization.job import Subject
+from quantkit.formats import exl2_layout, exl2_mix
+from quantkit.formats.codec import Layout
+from quantkit.formats.exl2 import Exl2Codec
+from quantkit.measurement import Candidate, MeasuredLinear, Measurement
+from quantkit.models.architecture import LinearSpec
+
+
+def subject_layouts(subject: Subject) -> dict[str, dict[str, Layout]]:
+    """The candidates of every linear; those of one that was quantized before keep its groups of rows together."""
+    source = subject.checkpoint
+    layouts = {}
+    for spec in subject.linears:
+        rows = source.group_rows(spec.name, spec.in_features) if isinstance(source, DecodedCheckpoint) else None
+        layouts[spec.name] = candidate_layouts(spec, rows)
+    return layouts
+
+
+def exl2_trials(subject: Subject) -> Trials:
+    """The candidates of every linear that EXL2 can hold."""
+    all_layouts = subject_layouts(subject)
+    return {
+        spec.name: {
+            mix: Trial(Exl2Codec(layout), exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias))
+            for mix, layout in all_layouts[spec.name].items()
+        }
+        for spec in subject.linears
+        if all_layouts[spec.name]
+    }
+
+
+def candidate_layouts(spec: LinearSpec, group_rows: int | None = None) -> dict[str, Layout]:
+    """By mix: the candidates that a linear of this shape can hold, no layout twice; nothing where it can hold none."""
+    layouts: dict[str, Layout] = {}
+    if exl2_layout.shape_refusal(spec.in_features, 2) is None:
+        mixes: Sequence[str] = exl2_mix.CANDIDATES
+        for text in mixes if group_rows is None else exl2_mix.aligned(mixes, spec.in_features, group_rows):
+            mix = exl2_mix.spell(exl2_mix.held(exl2_mix.read(text), spec.in_features))
+            layout = exl2_layout.mixed(spec.in_features, exl2_mix.read(mix))
+            if layout not in layouts.values():
+                layouts[mix] = layout
+    return layouts
+
+
+def outline(subject: Subject) -> Measurement:
+    """The measurement of this model with all errors and damages 0, and neither fingerprint nor text."""
+    stored_bits, head, all_layouts = subject.stored_bits, subject.head, subject_layouts(subject)
+    linears = tuple(
+        MeasuredLinear(
+            spec.name,
+            spec.in_features,
+            spec.out_features,
+            _unmeasured(spec, layouts),
+            0 if layouts else stored_bits[spec.name],
+            exl2_layout.shape_refusal(spec.in_features, 2),
+        )
+        for spec, layouts in ((spec, all_layouts[spec.name]) for spec in subject.linears)
+    )
+    return Measurement("", head.in_features, head.in_features * head.out_features, {}, linears)
+
+
+def _unmeasured(spec: LinearSpec, layouts: Mapping[str, Layout]) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(mix, exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias), 0.0, 0.0)
+        for mix, layout in layouts.items()
+    )

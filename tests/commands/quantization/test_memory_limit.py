@@ -1,0 +1,143 @@
+"""`--max-memory`: less is held at once, and the result stays the same, byte for byte."""
+
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny
+
+import quantkit
+from quantkit import heap
+from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands.measure import run as measure
+from quantkit.commands.quantization import block, hessians, memory_limit
+from quantkit.commands.quantization.job import choose_placement, open_subject
+from quantkit.commands.quantization.memory_budget import DEFAULT, FEW_TOKENS, Budget
+from quantkit.commands.quantization.memory_limit import budgets, limited, peak
+from quantkit.commands.quantize import run
+from quantkit.errors import CalibrationError, UsageError
+from quantkit.progress import Silent
+from quantkit.settings import MeasureSettings, QuantizeSettings
+
+TEXT = {"samples": 6, "length": 32}
+LEAST = Budget(walk_tokens=32, backward_tokens=32, logits_at_once=320, hessian_bytes=0, spill_bytes=0, apart=True)
+
+
+@pytest.fixture(params=["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def model(request, tmp_path: Path) -> Path:
+    return tiny.write_model(tmp_path / "model", request.param, dtype="bfloat16")
+
+
+@pytest.fixture
+def least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the limit, the least is held."""
+    monkeypatch.setattr(memory_limit, "budgets", lambda subject: iter([LEAST]))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_heap_is_sparing_no_longer_than_the_limit_holds(tmp_path: Path, least: None, monkeypatch) -> None:
+    model, seen = tiny.write_model(tmp_path / "model", dtype="bfloat16"), []
+    for name in ("spare", "settle"):
+        monkeypatch.setattr(heap, name, partial(seen.append, name))
+    quantkit.quantize(model, tmp_path / "out", group_size=32, evaluate=False, max_memory=1 << 40, progress=Silent(), **TEXT)
+    assert seen == ["spare", "settle"]
+    with pytest.raises(CalibrationError):
+        quantkit.quantize(model, tmp_path / "less", group_size=32, evaluate=False, max_memory=1 << 20, progress=Silent(), **TEXT)
+    quantkit.quantize(model, tmp_path / "free", group_size=32, evaluate=False, progress=Silent(), **TEXT)
+    assert seen == ["spare", "settle", "settle"]
+
+
+@pytest.mark.parametrize("options", [{"group_size": 32}, {"format": "exl2", "bpw": 5.0}, {"group_size": 32, "act_order": True}])
+def test_the_same_bytes_in_less_memory(model: Path, options: dict, tmp_path: Path, least: None) -> None:
+    """A mixture says that this need not be so: products of few rows may be rounded otherwise, if not on every machine."""
+    usual = run(QuantizeSettings(str(model), tmp_path / "usual", evaluate=False, **TEXT, **options), Silent())
+    limit = {"max_memory": 1 << 40, "evaluate": False}
+    less = run(QuantizeSettings(str(model), tmp_path / "less", **limit, **TEXT, **options), Silent())
+    assert contents(tmp_path / "less") == contents(tmp_path / "usual")
+    assert FEW_TOKENS not in usual.remarks()
+    assert (FEW_TOKENS in less.remarks()) == (open_checkpoint(model).model_config.experts is not None)
+
+
+def test_nothing_of_a_stage_outlives_it(tmp_path: Path, least: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.write_model(tmp_path / "model", dtype="bfloat16")
+    made: list[weakref.ref] = []
+    seen: list[int] = []
+
+    def noted(call):
+        def made_of(*given, **named):
+            result = call(*given, **named)
+            parts = result if isinstance(result, list) else [result]
+            for part in parts:
+                made.append(weakref.ref(part.codes.q if hasattr(part, "codes") else part.lower))
+            return result
+
+        return made_of
+
+    def observe(*given, **named):
+        seen.append(len(made))
+        assert not [each for each in made if each() is not None]
+        return observed(*given, **named)
+
+    observed = hessians._observe
+    monkeypatch.setattr(hessians, "_observe", observe)
+    monkeypatch.setattr(hessians, "factor", noted(hessians.factor))
+    monkeypatch.setattr(block, "solve_in_parts", noted(block.solve_in_parts))
+    settings = QuantizeSettings(str(model), tmp_path / "out", group_size=32, evaluate=False, max_memory=1 << 40, **TEXT)
+    run(settings, Silent())
+    assert seen == [0, 4, 6, 9, 11, 15, 17, 20]
+
+
+def test_a_measurement_is_the_same_too(model: Path, tmp_path: Path, least: None) -> None:
+    measure(MeasureSettings(str(model), tmp_path / "usual.json", **TEXT), Silent())
+    measure(MeasureSettings(str(model), tmp_path / "less.json", max_memory=1 << 40, **TEXT), Silent())
+    assert (tmp_path / "less.json").read_bytes() == (tmp_path / "usual.json").read_bytes()
+
+
+def test_the_roomiest_budget_that_fits_is_taken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = QuantizeSettings(str(model), model, samples=128, length=512)
+    subject = open_subject(open_checkpoint(model), settings, choose_placement("cpu", "fp32"))
+    monkeypatch.setattr(memory_limit, "resident", lambda: 1000)
+    needs = {budget: 1000 + peak(limited_to(subject, budget), weighs=True) for budget in budgets(subject)}
+    usual = next(iter(needs))
+    judged = peak(limited_to(subject, usual), weighs=False, measures=True) - peak(limited_to(subject, usual), weighs=False)
+    assert judged > 0, "layouts are judged by Hessians of their own"
+    assert list(needs.values()) == sorted(needs.values(), reverse=True) and next(iter(needs)) == DEFAULT
+    assert limited(subject, None, weighs=True) is subject
+    for limit in (max(needs.values()), min(needs.values())):
+        chosen = limited(subject, limit, weighs=True).budget
+        assert chosen == next(budget for budget, need in needs.items() if need <= limit)
+    with pytest.raises(CalibrationError, match="is not enough: at least") as caught:
+        limited(subject, min(needs.values()) - 1, weighs=True)
+    assert "--max-memory" in caught.value.hint and "--length 256" in caught.value.hint
+
+
+def limited_to(subject, budget):
+    from dataclasses import replace
+
+    return replace(subject, budget=budget)
+
+
+def test_an_excess_is_told() -> None:
+    said: list[str] = []
+
+    class Heard(Silent):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    memory_limit.tell_excess(None, 1 << 40, Heard())
+    memory_limit.tell_excess(2 << 20, 2 << 20, Heard())
+    assert not said
+    memory_limit.tell_excess(2 << 20, 3 << 20, Heard())
+    assert said == ["note: `--max-memory` was exceeded: 3 MiB were taken, 2 MiB allowed"]
+
+
+def test_what_it_is_not_held_over_is_refused(model: Path, tmp_path: Path) -> None:
+    for options, word in (({}, "--no-eval"), ({"evaluate": False, "effort": "best"}, "--effort default")):
+        with pytest.raises(UsageError) as caught:
+            run(QuantizeSettings(str(model), tmp_path / "out", max_memory=1 << 40, group_size=32, **TEXT, **options), Silent())
+        assert word in caught.value.hint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
