@@ -80,7 +80,8 @@ class CalibrationError(QuantkitError):
 
 
 class JobError(QuantkitError):
-    """A job of other settings, or in use by another process, or a folder of a job that is damaged or none."""
+    """A job of other settings, or in use by another process, or a folder of a job that is damaged, is none, or cannot
+    be written."""
 
     exit_code = 14
 

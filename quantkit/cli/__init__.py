@@ -116,7 +116,7 @@ def _how_to_go_on(arguments: list[str]) -> str:
     kept = any(line.startswith(f"{command} ") for command in RESUMED)
     if kept and not any(line.startswith(command) and option in arguments for command, option in NOT_RESUMED):
         again = (argument for argument in arguments if argument != "--restart")
-        return f"whatever is finished is kept; to go on: `quantkit {shlex.join(again)}`"
+        return f"to go on with whatever is finished: `quantkit {shlex.join(again)}`"
     return f"to begin again: `quantkit {shlex.join(arguments)}`"
 
 

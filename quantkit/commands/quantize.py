@@ -125,6 +125,7 @@ def run(
                 known = _known(settings, effort, subject, found.size_bytes, hessian_dtype, weights, progress)
                 return replace(found, known=known)
         kept.begin(facts, hints={"model": remembered(model)}, restart=settings.restart)
+        resumed = kept.finished > 0
         gradients = cache(partial(backward, subject, kept, settings.seed, progress))
         recipe = choose_recipe(settings, subject, kept, weights, gradients, progress)
         job = prepare(
@@ -135,7 +136,7 @@ def run(
             route_all=settings.route_all,
         )
         require_space(disk_needs(job, weighs=effort.weighs), writer.path, kept.path)
-        _announce(job, kept, progress)
+        _announce(job, kept, resumed, progress)
         require_finite(checkpoint, progress)
         weighed = gradients() if effort.weighs else None
         solve_steps(job, kept, weighed.found if weighed else None, progress)
@@ -194,9 +195,9 @@ def _known(
     )
 
 
-def _announce(job: QuantizeJob, kept: Job, progress: Progress) -> None:
+def _announce(job: QuantizeJob, kept: Job, resumed: bool, progress: Progress) -> None:
     plan, subject = job.plan, job.subject
-    if kept.finished:
+    if resumed:
         done = f"{solved_blocks(kept)} of {subject.config.num_layers} blocks are quantized"
         progress.say(f"going on with `{kept.path}`: {done}")
     progress.say(

@@ -238,7 +238,7 @@ class Job:
             hint = HINTS.get(error.errno or 0, "choose another place with `-o`").replace("`-o`", "`--job`")
             raise JobError(
                 f"`{self.path}` cannot be written: {error.strerror or error}",
-                hint=f"{hint}; what is finished is kept, and the same command goes on with it",
+                hint=f"{hint}; the same command goes on with whatever is finished",
             ) from error
 
 

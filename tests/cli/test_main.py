@@ -134,7 +134,7 @@ def test_what_fails_after_a_swallowed_interrupt_was_interrupted() -> None:
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == 130
-    assert done.stderr.startswith("error: interrupted\nhint: whatever is finished is kept") and "Recursion" not in done.stderr
+    assert done.stderr.startswith("error: interrupted\nhint: to go on with whatever is finished: `") and "Recursion" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_going_on_is_promised_where_something_is_kept(line: str, kept: str | Non
 
     monkeypatch.setattr(quantkit.cli.app, "app", app)
     assert cli.run(line.split()) == 130
-    hint = f"to begin again: `quantkit {line}`" if kept is None else f"whatever is finished is kept; to go on: `{kept}`"
+    hint = f"to begin again: `quantkit {line}`" if kept is None else f"to go on with whatever is finished: `{kept}`"
     assert capsys.readouterr().err == f"error: interrupted\nhint: {hint}\n"
 
 

@@ -171,7 +171,7 @@ def test_ctrl_c_says_how_to_go_on(model: Path, tmp_path: Path) -> None:
     words = process.communicate()[1]
     assert process.returncode == 130, words
     assert words.splitlines()[-2] == "error: interrupted"
-    assert words.splitlines()[-1].startswith("hint: whatever is finished is kept; to go on: `quantkit quantize ")
+    assert words.splitlines()[-1].startswith("hint: to go on with whatever is finished: `quantkit quantize ")
     assert "--samples 64" in words.splitlines()[-1] and "--restart" not in words.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["out.job"]
 

@@ -12,7 +12,7 @@ from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.commands.quantization.job import Subject
 from quantkit.commands.quantization.report import Damage
-from quantkit.errors import CheckpointError, JobError, QuantkitError
+from quantkit.errors import CheckpointError, JobError, QuantkitError, in_shell
 from quantkit.job.identity import ModelIdentity, digest_of_text, programs
 from quantkit.job.job import Facts, differing
 from quantkit.progress import NOBODY, Progress
@@ -43,11 +43,12 @@ class Finished:
     def rows(self) -> list[list[str]]:
         """Name and figure, for people."""
         left = "nothing to do" if self.damage is None else "only its damage was to be measured"
+        unmeasured = ["to measure its damage", f"`quantkit eval compare MODEL {in_shell(self.out)}`"]
         return [
             ["finished before", f"by this command, from this model: {left}"],
             ["bits per weight, linears", f"{self.bits_per_weight:.3f}"],
             ["size", f"{self.size_bytes / 2**20:.1f} MiB"],
-            *([] if self.damage is None else self.damage.rows()),
+            *([unmeasured] if self.damage is None else self.damage.rows()),
             ["to do it again", "`--restart`"],
         ]
 
