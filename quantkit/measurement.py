@@ -124,7 +124,7 @@ class Measurement:
             raise PlanError(
                 f"the measurement is of another model than `{model}`: fingerprint {self.model[:12]}, "
                 f"expected {fingerprint[:12]}",
-                hint=f"measure this one: `quantkit measure {in_shell(model)} -o measurement.json`",
+                hint=f"measure this one: `quantkit measure {model} -o measurement.json`",
             )
 
     def as_json(self) -> dict[str, Any]:

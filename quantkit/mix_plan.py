@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.allocation import Allocation, Option, allocate, require_feasible
-from quantkit.errors import FormatError, PlanError, UsageError, in_shell
+from quantkit.errors import FormatError, PlanError, UsageError
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.formats.codec import Layout
 from quantkit.formats.exl2_config import DENSE_HEAD_BITS
@@ -52,7 +52,7 @@ class MixPlan:
             raise PlanError(
                 f"the plan is for another model than `{model}`: fingerprint {self.model[:12]}, "
                 f"expected {fingerprint[:12]}",
-                hint=f"measure this one and plan again: `quantkit measure {in_shell(model)} -o measurement.json`",
+                hint=f"measure this one and plan again: `quantkit measure {model} -o measurement.json`",
             )
 
     def layouts(self, specs: Iterable[LinearSpec], head: LinearSpec, stored_bits: Mapping[str, int]) -> Plan:

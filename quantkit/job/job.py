@@ -230,7 +230,7 @@ class Job:
         try:
             yield
         except OSError as error:
-            if not self.path.is_dir():
+            if isinstance(error, FileNotFoundError) and not self.path.is_dir():
                 raise JobError(
                     f"`{self.path}` is gone: somebody has removed or moved it while the job was at work",
                     hint="the same command begins again; with `--job` it goes on where the folder is now",

@@ -286,7 +286,7 @@ def _finished(folder: Path, monkeypatch, target: tuple, allowed: int, failure: O
                 step.finish({"error": 0.2})
         except JobError as error:
             assert failure.strerror in error.message and str(folder) in error.message
-            assert "the same command goes on with it" in error.hint
+            assert "the same command goes on with whatever is finished" in error.hint
         finally:
             monkeypatch.undo()
         return job.has("block 2")

@@ -226,7 +226,8 @@ def test_quantized_linears_run_as_they_are_stored(family: str, tmp_path: Path) -
     assert all(isinstance(linear.stored, GptqTensor) for linear in model.linears.values())
     del expected
     gc.collect()
-    kept = [item.shape for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.is_floating_point()]
+    tensors = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))  # a dead proxy has no class
+    kept = [item.shape for item in tensors if item.is_floating_point()]
     assert not [shape for shape in kept if sorted(shape) in ([64, 224], [64, 448])]
 
 

@@ -12,7 +12,7 @@ from quantkit.commands.quantization.rules import Rule, read_rules
 from quantkit.commands.quantization.sensitivity import BackwardPass
 from quantkit.commands.quantization.widths import Freedom, choose_widths
 from quantkit.consumers import TARGETS
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, in_shell
 from quantkit.formats.exl2_config import DENSE_HEAD_BITS
 from quantkit.formats.gptq import GptqCodec
 from quantkit.job.job import Job
@@ -130,7 +130,8 @@ def known_recipe(
 
 def as_measured(settings: QuantizeSettings) -> str:
     """The model, as it is typed behind `quantkit measure`."""
-    return f"{settings.model} --rotate --seed {settings.seed}" if settings.rotate else settings.model
+    model = in_shell(settings.model)
+    return f"{model} --rotate --seed {settings.seed}" if settings.rotate else model
 
 
 def _require_head(settings: QuantizeSettings, subject: Subject, head_bits: int) -> None:
