@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from quantkit.checkpoint.spelling import fused_of, parts_of
 from quantkit.formats.gptq_config import GptqConfig
 from quantkit.inventory import DENSE, EXL2, GPTQ, Inventory, StoredLinear
 
 Check = Callable[[Inventory], Iterable["Objection"]]
-RUN_AS_ONE = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-"""What vLLM and SGLang call the linear that begins with this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +207,7 @@ def parted_for_gptqmodel(inventory: Inventory) -> Iterator[Objection]:
 def parted_on_disk(inventory: Inventory) -> Iterator[Objection]:
     """Linears that a family fuses are split only while they are not quantized."""
     for linear in _quantized(inventory):
-        if _last(linear.name) in ("qkv_proj", "gate_up_proj"):
+        if parts_of(linear.name):
             yield Objection(linear.name, "quantized as one; it takes the parts of a fused linear one by one")
 
 
@@ -230,10 +229,10 @@ def rules_know_fused(inventory: Inventory) -> Iterator[Objection]:
         return
     config = GptqConfig.read(dict(said))
     for stage in _stages(inventory):
-        first = stage[0].name
-        fused = RUN_AS_ONE.get(_last(first))
-        if fused and len(stage) > 1 and config.for_module(first.replace(_last(first), fused)) != stage[0].settings:
-            yield Objection(first, f"older versions look for `{fused}`, of which the rules in `dynamic` say otherwise")
+        first, fused = stage[0].name, fused_of(stage[0].name)
+        if fused and len(stage) > 1 and config.for_module(fused) != stage[0].settings:
+            other = f"older versions look for `{_last(fused)}`, of which the rules in `dynamic` say otherwise"
+            yield Objection(first, other)
 
 
 def expert_shapes(inventory: Inventory) -> Iterator[Objection]:

@@ -5,7 +5,7 @@ held to the model when it is used: each linear is listed, with a mix or with a r
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from quantkit.errors import FormatError, PlanError, UsageError
 from quantkit.formats import exl2_layout, exl2_mix
 from quantkit.formats.codec import Layout
 from quantkit.formats.exl2_config import DENSE_HEAD_BITS
-from quantkit.measurement import Candidate, Measurement, load_json, save_json
+from quantkit.measurement import Candidate, MeasuredLinear, Measurement, load_json, save_json
 from quantkit.models.architecture import LinearSpec
 from quantkit.plan import Plan, PlannedLinear
 
@@ -146,12 +146,30 @@ def plan_mixes(
 
 def chosen_candidates(measurement: Measurement, allocation: Allocation) -> dict[str, Candidate]:
     """What `plan_mixes` chose, by linear, in the order of the model."""
-    found = {
+    found = chosen_by_linear(measurement.choices, allocation)
+    return {linear.name: found[linear.name] for linear in measurement.linears if linear.name in found}
+
+
+def choice_options(choices: Iterable[Sequence[MeasuredLinear]]) -> list[list[Option]]:
+    """What `allocate` takes: for each choice, linears that are stored alike, what each of their candidates costs."""
+    return [
+        [
+            Option(sum(each.bits for each in alike), sum(each.damage for each in alike))
+            for alike in zip(*(linear.candidates for linear in choice), strict=True)
+        ]
+        for choice in choices
+    ]
+
+
+def chosen_by_linear(
+    choices: Iterable[Sequence[MeasuredLinear]], allocation: Allocation
+) -> dict[str, Candidate]:
+    """The candidate of each linear where `allocate` chose among the options of these choices, and of others behind."""
+    return {
         linear.name: linear.candidates[number]
-        for choice, number in zip(measurement.choices, allocation.chosen, strict=False)
+        for choice, number in zip(choices, allocation.chosen, strict=False)
         for linear in choice
     }
-    return {linear.name: found[linear.name] for linear in measurement.linears if linear.name in found}
 
 
 def require_reachable(measurement: Measurement, target: float, *, head_bits: int, include_head: bool = False) -> None:
@@ -181,13 +199,7 @@ def _budget(
     """What `allocate` takes: the options of each choice and at last of all that is fixed; bits; weights."""
     require_head_bits(head_bits)
     require_target(target)
-    options = [
-        [
-            Option(sum(each.bits for each in alike), sum(each.damage for each in alike))
-            for alike in zip(*(linear.candidates for linear in choice), strict=True)
-        ]
-        for choice in measurement.choices
-    ]
+    options = choice_options(measurement.choices)
     if not options:
         raise PlanError("no linear of this model can be quantized", hint="use another format")
     weights, fixed = measurement.weights, sum(linear.dense_bits for linear in measurement.dense)

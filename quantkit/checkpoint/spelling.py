@@ -18,6 +18,12 @@ SPLIT = {
 }
 
 
+def fused_of(module: str) -> str | None:
+    """What readers that run the parts of a fused linear as one call it, by its first part; None for another."""
+    before, dot, last = module.rpartition(".")
+    return next((before + dot + fused for fused, parts in SPLIT.items() if parts[0] == last), None)
+
+
 def parts_of(module: str) -> tuple[str, ...]:
     """The last names of the parts that a fused linear may be in, in the order of their outputs; none for another."""
     return SPLIT.get(module.rpartition(".")[2], ())

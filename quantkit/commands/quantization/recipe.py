@@ -76,7 +76,7 @@ class GptqRecipe:
         """Raises UsageError for a rule that decides nothing, FormatError for a head that cannot be quantized."""
         own = [spec for spec in specs if spec.quantizable]
         asked = [*own, head] if self.lm_head else own
-        require_used(self.rules, [self._on_disk(spec.name) for spec in asked])
+        require_used(self.rules, [self.on_disk(spec.name) for spec in asked])
         planned = [self._planned(spec, stored_bits[spec.name]) for spec in asked]
         last = planned.pop() if self.lm_head else None
         if last is not None and last.layout is None and self._codec(HEAD) is not None:
@@ -101,17 +101,18 @@ class GptqRecipe:
     def side_json(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return {"quantize_config.json": config}
 
-    def _on_disk(self, linear: str) -> str:
+    def on_disk(self, linear: str) -> str:
+        """What a linear is called in the files, which is what rules are matched with."""
         return self.names.get(linear, linear)
 
     def _codec(self, linear: str) -> GptqCodec | None:
-        rule = deciding(self.rules, self._on_disk(linear))
+        rule = deciding(self.rules, self.on_disk(linear))
         if rule is None:
             return self.base
         return None if rule.changes is None else rule.codec(self.base)
 
     def _planned(self, spec: LinearSpec, stored_bits: int) -> PlannedLinear:
-        rule = deciding(self.rules, self._on_disk(spec.name))
+        rule = deciding(self.rules, self.on_disk(spec.name))
         return plan_linear(spec, self._codec(spec.name), stored_bits, f"`{rule.option}`" if rule else None)
 
     def _dense_rules(self, plan: Plan) -> dict[str, dict[str, Any]]:
@@ -121,7 +122,7 @@ class GptqRecipe:
         for linear in plan.dense:
             if self._codec(linear.name) is None:
                 continue  # its `--skip` says so
-            pattern = re.escape(self._on_disk(linear.name))
+            pattern = re.escape(self.on_disk(linear.name))
             if linear.kind not in divided:
                 pattern = re.sub(r"\d+(?=\\\.)", r"\\d+", pattern)
             rules[f"-:^{pattern}$"] = {}

@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit.allocation import Option, allocate
+from quantkit.allocation import allocate
 from quantkit.calibration.sensitivity import Sensitivity
+from quantkit.checkpoint.spelling import fused_of
 from quantkit.commands.measuring.block import Trial, Trials
 from quantkit.commands.measuring.walk import measure_blocks
 from quantkit.commands.quantization.job import Subject
 from quantkit.commands.quantization.recipe import GptqRecipe
 from quantkit.commands.quantization.rules import Rule, as_dynamic, deciding
-from quantkit.consumer_rules import RUN_AS_ONE
 from quantkit.job.job import Job
 from quantkit.measurement import MeasuredLinear
+from quantkit.mix_plan import choice_options, chosen_by_linear
 from quantkit.models.architecture import LinearSpec, block_of
 from quantkit.plan import kind_of
 from quantkit.progress import Progress
@@ -51,26 +52,16 @@ def choose_widths(
     """
     trials = width_trials(recipe, freedom, subject)
     measured = measure_blocks(subject, job, STEPS, trials, sensitivity, progress)
-    choices = _choices([spec for spec in subject.linears if spec.name in trials], alone=freedom.alone)
-    options = [
-        [
-            Option(sum(one.bits for one in alike), sum(one.damage for one in alike))
-            for alike in zip(*(measured[name].candidates for name in choice), strict=True)
-        ]
-        for choice in choices
-    ]
+    together = _together([spec for spec in subject.linears if spec.name in trials], alone=freedom.alone)
+    choices = [[measured[name] for name in names] for names in together]
     base = str(recipe.base.bits)
     budget = sum(trials[name][base].bits for name in trials)
-    found = allocate(options, budget, sum(measured[name].weights for name in trials))
-    widths = {
-        name: int(measured[name].candidates[place].mix)
-        for choice, place in zip(choices, found.chosen, strict=True)
-        for name in choice
-    }
+    found = allocate(choice_options(choices), budget, sum(measured[name].weights for name in trials))
+    widths = {name: int(chosen.mix) for name, chosen in chosen_by_linear(choices, found).items()}
     counts = ", ".join(f"{count} of {bits} bits" for bits, count in sorted(Counter(widths.values()).items()))
     alike = _damage(measured.values(), base)
     progress.say(f"widths of linears: {counts}; predicted damage {found.damage:.4f}, all of {base} bits {alike:.4f}")
-    other = {recipe.names.get(name, name): bits for name, bits in widths.items() if bits != recipe.base.bits}
+    other = {recipe.on_disk(name): bits for name, bits in widths.items() if bits != recipe.base.bits}
     return replace(recipe, rules=(*recipe.rules, *width_rules(other)))
 
 
@@ -83,7 +74,7 @@ def width_trials(recipe: GptqRecipe, freedom: Freedom, subject: Subject) -> Tria
             for name, codec in codecs.items()
         }
         for spec in subject.linears
-        if deciding(recipe.rules, recipe.names.get(spec.name, spec.name)) is None
+        if deciding(recipe.rules, recipe.on_disk(spec.name)) is None
         and all(codec.refusal(spec.in_features, spec.out_features) is None for codec in codecs.values())
     }
 
@@ -114,11 +105,11 @@ def _named(form: str) -> str:
     """The pattern of a name, and of what it is called where several linears are run as one: older readers know no
     other."""
     before, dot, last = form.rpartition(".")
-    other = RUN_AS_ONE.get(last)
-    return re.escape(before + dot) + (last if other is None else f"(?:{last}|{other})")
+    fused = fused_of(form)
+    return re.escape(before + dot) + (last if fused is None else f"(?:{last}|{fused.rpartition('.')[2]})")
 
 
-def _choices(specs: Iterable[LinearSpec], *, alone: bool) -> list[tuple[str, ...]]:
+def _together(specs: Iterable[LinearSpec], *, alone: bool) -> list[tuple[str, ...]]:
     """Linears that must have one width: each by itself, or those of one input, and with them all experts of a block."""
     if alone:
         return [(spec.name,) for spec in specs]
