@@ -42,6 +42,7 @@ from quantkit.commands.quantization.memory_limit import heap_settled_after, limi
 from quantkit.commands.quantization.rehearsal import peak_memory
 from quantkit.commands.quantization.resumption import facts_of, job_place
 from quantkit.commands.quantization.sensitivity import RunBackward, run_backward
+from quantkit.commands.quantization.walk import step_of
 from quantkit.errors import PlanError
 from quantkit.formats import exl2
 from quantkit.formats.codec import StoredTensor
@@ -167,7 +168,7 @@ def measure_model(
     calibration = {"source": source, "rows": rows, "length": length, "seed": seed, "tokens": digest}
     linears = tuple(found[name] for name in specs)
     blocks = sorted({*checked, worst_block(linears)}) if check else []
-    perturbed = {index: _stored(job.tensors(f"{STEPS} {index}"), specs) for index in blocks}
+    perturbed = {index: _stored(job.tensors(step_of(STEPS, index)), specs) for index in blocks}
     checks: tuple[Check, ...] = ()
     if check:
         descent = Descent(subject, progress)

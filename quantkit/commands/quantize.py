@@ -28,6 +28,7 @@ from quantkit.commands.quantization.end import (
     check_written,
     measure_damage,
     measured_now,
+    report_of,
     spent_since,
 )
 from quantkit.commands.quantization.exl2 import GPTQ_OPTIONS, check_format, choose_recipe, known_recipe
@@ -47,8 +48,8 @@ from quantkit.commands.quantization.job import (
 from quantkit.commands.quantization.memory_limit import heap_settled_after, tell_excess, within_memory
 from quantkit.commands.quantization.needs import disk_needs, require_space
 from quantkit.commands.quantization.redo_report import RedoReport
-from quantkit.commands.quantization.rehearsal import device_peak_memory, peak_memory
-from quantkit.commands.quantization.report import Cost, Gradients, QuantizeReport, known_afterwards
+from quantkit.commands.quantization.rehearsal import peak_memory
+from quantkit.commands.quantization.report import Cost, QuantizeReport, known_afterwards
 from quantkit.commands.quantization.resumption import (
     Finished,
     facts_of,
@@ -148,25 +149,9 @@ def run(
         damage = None if unseen is None else measure_damage(subject, settings.out, unseen, progress)
         fallbacks = (*planned(subject), *noted_by(kept))
         kept.complete()  # no sooner: whoever finds the result and this job knows that it was not measured
-    return QuantizeReport(
-        out=settings.out,
-        format=recipe.name,
-        effort=effort.name,
-        settings={**recipe.settings(), "rotate": settings.rotate},
-        backend=backend_of(subject),
-        plan=job.plan,
-        linears=tuple(results),
-        parameters=subject.parameters,
-        size_bytes=sum(file.stat().st_size for file in files if file.suffix == ".safetensors"),
-        calibration=calibration_of(settings, effort, subject),
-        gradients=Gradients(weighed.found.tokens, weighed.seconds, weighed.cpu_seconds) if weighed else None,
-        cost=Cost(*spent, *(spent_since(start) if settings.evaluate else spent)),
-        damage=damage,
-        tuning=tuning,
-        fallbacks=fallbacks,
-        notes=subject.notes,
-        device_peak_memory_bytes=device_peak_memory(subject.placement),
-    )
+    size = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
+    cost = Cost(*spent, *(spent_since(start) if settings.evaluate else spent))
+    return report_of(job, settings, effort, results, size, weighed, cost, damage, tuning, fallbacks)
 
 
 def _known(

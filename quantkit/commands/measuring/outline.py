@@ -3,7 +3,7 @@
 It answers what needs no damage: whether a budget can be met, and which linears EXL2 cannot hold.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from quantkit.checkpoint.decoded import DecodedCheckpoint
 from quantkit.commands.measuring.block import Trial, Trials
@@ -15,27 +15,18 @@ from quantkit.measurement import Candidate, MeasuredLinear, Measurement
 from quantkit.models.architecture import LinearSpec
 
 
-def subject_layouts(subject: Subject) -> dict[str, dict[str, Layout]]:
-    """The candidates of every linear; those of one that was quantized before keep its groups of rows together."""
-    source = subject.checkpoint
-    layouts = {}
+def exl2_trials(subject: Subject) -> Trials:
+    """The candidates of every linear that EXL2 can hold; those of one that was quantized before keep its groups of rows
+    together."""
+    source, trials = subject.checkpoint, {}
     for spec in subject.linears:
         rows = source.group_rows(spec.name, spec.in_features) if isinstance(source, DecodedCheckpoint) else None
-        layouts[spec.name] = candidate_layouts(spec, rows)
-    return layouts
-
-
-def exl2_trials(subject: Subject) -> Trials:
-    """The candidates of every linear that EXL2 can hold."""
-    all_layouts = subject_layouts(subject)
-    return {
-        spec.name: {
-            mix: Trial(Exl2Codec(layout), exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias))
-            for mix, layout in all_layouts[spec.name].items()
-        }
-        for spec in subject.linears
-        if all_layouts[spec.name]
-    }
+        if layouts := candidate_layouts(spec, rows):
+            trials[spec.name] = {
+                mix: Trial(Exl2Codec(layout), exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias))
+                for mix, layout in layouts.items()
+            }
+    return trials
 
 
 def candidate_layouts(spec: LinearSpec, group_rows: int | None = None) -> dict[str, Layout]:
@@ -53,23 +44,16 @@ def candidate_layouts(spec: LinearSpec, group_rows: int | None = None) -> dict[s
 
 def outline(subject: Subject) -> Measurement:
     """The measurement of this model with all errors and damages 0, and neither fingerprint nor text."""
-    stored_bits, head, all_layouts = subject.stored_bits, subject.head, subject_layouts(subject)
+    stored_bits, head, trials = subject.stored_bits, subject.head, exl2_trials(subject)
     linears = tuple(
         MeasuredLinear(
             spec.name,
             spec.in_features,
             spec.out_features,
-            _unmeasured(spec, layouts),
-            0 if layouts else stored_bits[spec.name],
+            tuple(Candidate(mix, trial.bits, 0.0, 0.0) for mix, trial in trials.get(spec.name, {}).items()),
+            0 if spec.name in trials else stored_bits[spec.name],
             exl2_layout.shape_refusal(spec.in_features, 2),
         )
-        for spec, layouts in ((spec, all_layouts[spec.name]) for spec in subject.linears)
+        for spec in subject.linears
     )
     return Measurement("", head.in_features, head.in_features * head.out_features, {}, linears)
-
-
-def _unmeasured(spec: LinearSpec, layouts: Mapping[str, Layout]) -> tuple[Candidate, ...]:
-    return tuple(
-        Candidate(mix, exl2_layout.stored_bits_in_parts(layout, spec.widths, spec.bias), 0.0, 0.0)
-        for mix, layout in layouts.items()
-    )

@@ -1,7 +1,7 @@
 """`quantkit measure --dry-run`: what would be measured, and what it takes of time, memory and disk."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,8 @@ class MeasureOutlook:
             "dry_run": True,
             "linears": len(self.planned.linears),
             "candidates": self.candidates,
-            "seconds": self.rehearsal.seconds,
-            "cpu_seconds": self.rehearsal.cpu_seconds,
-            "backward_seconds": self.rehearsal.backward_seconds,
-            "peak_memory_bytes": self.rehearsal.peak_memory_bytes,
+            **self.rehearsal.as_json(),
             "memory_bytes": self.memory_bytes,
-            "device_peak_memory_bytes": self.rehearsal.device_peak_memory_bytes,
-            "fallbacks": [asdict(fallback) for fallback in self.rehearsal.fallbacks],
             "job_bytes": self.disk.job,
         }
 

@@ -1,6 +1,7 @@
 """The end of a quantization: the files are what was solved, the damage against the original, and what it all took."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,20 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.receipt import Receipt
 from quantkit.commands.quantization.effort import Effort
-from quantkit.commands.quantization.fallback import Descent
+from quantkit.commands.quantization.fallback import Descent, Fallback
 from quantkit.commands.quantization.job import QuantizeJob, Subject, stored_bits
-from quantkit.commands.quantization.rehearsal import peak_memory
-from quantkit.commands.quantization.report import Calibration, Damage
+from quantkit.commands.quantization.rehearsal import device_peak_memory, peak_memory
+from quantkit.commands.quantization.report import (
+    Calibration,
+    Cost,
+    Damage,
+    Gradients,
+    LinearResult,
+    QuantizeReport,
+    Tuning,
+)
 from quantkit.commands.quantization.resumption import Finished
+from quantkit.commands.quantization.sensitivity import BackwardPass
 from quantkit.errors import OWN_FAULT, CheckpointError, GateError, RequestError
 from quantkit.evaluators import divergence
 from quantkit.job.job import Facts, Job
@@ -44,6 +54,41 @@ def calibration_of(settings: QuantizeSettings, effort: Effort, subject: Subject)
 
 def backend_of(subject: Subject) -> str:
     return f"{subject.placement.backend}: {subject.placement.reason}"
+
+
+def report_of(
+    job: QuantizeJob,
+    settings: QuantizeSettings,
+    effort: Effort,
+    linears: Sequence[LinearResult],
+    size_bytes: int,
+    weighed: BackwardPass | None,
+    cost: Cost,
+    damage: Damage | None,
+    tuning: Tuning | None,
+    fallbacks: tuple[Fallback, ...],
+) -> QuantizeReport:
+    """Of a quantization, or of a redo of a part of it."""
+    subject = job.subject
+    return QuantizeReport(
+        out=settings.out,
+        format=job.recipe.name,
+        effort=effort.name,
+        settings={**job.recipe.settings(), "rotate": settings.rotate},
+        backend=backend_of(subject),
+        plan=job.plan,
+        linears=tuple(linears),
+        parameters=subject.parameters,
+        size_bytes=size_bytes,
+        calibration=calibration_of(settings, effort, subject),
+        gradients=Gradients(weighed.found.tokens, weighed.seconds, weighed.cpu_seconds) if weighed else None,
+        cost=cost,
+        damage=damage,
+        tuning=tuning,
+        fallbacks=fallbacks,
+        notes=subject.notes,
+        device_peak_memory_bytes=device_peak_memory(subject.placement),
+    )
 
 
 def check_written(written: Checkpoint, job: QuantizeJob, receipt: Receipt, progress: Progress) -> None:

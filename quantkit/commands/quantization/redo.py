@@ -30,6 +30,7 @@ from quantkit.commands.quantization.end import (
     check_written,
     compare_with_original,
     measured_now,
+    report_of,
     sample_answer,
     spent_since,
 )
@@ -51,8 +52,8 @@ from quantkit.commands.quantization.redo_recipe import stored_recipe
 from quantkit.commands.quantization.redo_report import Judgement, RedoReport, earlier_words, redo_as_json
 from quantkit.commands.quantization.redo_result import FILES, PreviousResult, chosen_linears, require_alone
 from quantkit.commands.quantization.redo_sources import Redo
-from quantkit.commands.quantization.rehearsal import device_peak_memory, peak_memory
-from quantkit.commands.quantization.report import Cost, Damage, Gradients, QuantizeReport, known_afterwards
+from quantkit.commands.quantization.rehearsal import peak_memory
+from quantkit.commands.quantization.report import Cost, Damage, known_afterwards
 from quantkit.commands.quantization.resumption import (
     Finished,
     as_finished,
@@ -185,26 +186,9 @@ def run(
             damage = replace(judgement.kept, answer=sample_answer(subject, candidate))
         fallbacks = (*planned(subject), *noted_by(kept))
         kept.complete()
+    cost = Cost(*spent, *(spent_since(start) if settings.evaluate else spent))
     return RedoReport(
-        QuantizeReport(
-            out=settings.out,
-            format=job.recipe.name,
-            effort=effort.name,
-            settings={**job.recipe.settings(), "rotate": settings.rotate},
-            backend=backend_of(subject),
-            plan=job.plan,
-            linears=tuple(results),
-            parameters=subject.parameters,
-            size_bytes=size,
-            calibration=calibration_of(settings, effort, subject),
-            gradients=Gradients(weighed.found.tokens, weighed.seconds, weighed.cpu_seconds) if weighed else None,
-            cost=Cost(*spent, *(spent_since(start) if settings.evaluate else spent)),
-            damage=damage,
-            tuning=tuning,
-            fallbacks=fallbacks,
-            notes=subject.notes,
-            device_peak_memory_bytes=device_peak_memory(subject.placement),
-        ),
+        report_of(job, settings, effort, results, size, weighed, cost, damage, tuning, fallbacks),
         ready.pattern,
         judgement,
         earlier_words(redone(ready.previous.made)),

@@ -9,9 +9,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,16 @@ class Rehearsal:
     tokens: int
     device_peak_memory_bytes: int | None = None
     fallbacks: tuple[Fallback, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "backward_seconds": self.backward_seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "device_peak_memory_bytes": self.device_peak_memory_bytes,
+            "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
+        }
 
 
 @torch.inference_mode()

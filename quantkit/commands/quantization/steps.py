@@ -23,7 +23,7 @@ from quantkit.commands.quantization.fallback import Descent, rows_at_once, run_i
 from quantkit.commands.quantization.job import QuantizeJob, Subject, rotary_of
 from quantkit.commands.quantization.redo_sources import Redo
 from quantkit.commands.quantization.report import LinearResult
-from quantkit.commands.quantization.walk import BlockWalk
+from quantkit.commands.quantization.walk import BlockWalk, step_of
 from quantkit.errors import OWN_FAULT, GateError
 from quantkit.formats.codec import StoredTensor
 from quantkit.formats.dense import DenseTensor
@@ -261,8 +261,8 @@ class _Found:
 def solved_steps(kept: Job) -> Iterator[str]:
     """Those that are done, in the order of the result."""
     index = 0
-    while kept.has(f"{WALK} {index}"):
-        yield f"{WALK} {index}"
+    while kept.has(step_of(WALK, index)):
+        yield step_of(WALK, index)
         index += 1
     if kept.has(HEAD_STEP):
         yield HEAD_STEP

@@ -21,6 +21,11 @@ def walk_tokens(subject: Subject) -> int:
     return WALK_TOKENS if on_gpu(subject.placement) else subject.budget.walk_tokens
 
 
+def step_of(walk: str, index: int) -> str:
+    """What the step of one block is called."""
+    return f"{walk} {index}"
+
+
 class BlockWalk:
     """Steps `NAME 0`, `NAME 1`, … of a job, one for each block; `done` of them are finished.
 
@@ -32,7 +37,7 @@ class BlockWalk:
         self.done = next(index for index in count() if not job.has(self.step(index)))
 
     def step(self, index: int) -> str:
-        return f"{self._name} {index}"
+        return step_of(self._name, index)
 
     def open(self) -> ActivationStream:
         """The states before the first block that is not done."""
