@@ -32,7 +32,6 @@ SPINS = 500
 COUNT, TURN, GIVEN_UP = 0, 8, 9
 """Places in a barrier, on two lines of the cache."""
 
-NOTHING = np.zeros((0, 3), np.int64)
 Operand = np.ndarray | Tensor | int | None
 
 
@@ -143,7 +142,7 @@ class Program:
         if threads == 1:
             self._share(0, 1, self._barrier)
             return
-        run(NOTHING, 0, 1, 0, GIVE_WAY)  # compiled before anybody waits for anybody
+        _compile_run()
         workers = pool(os.getpid(), threads - 1)
         with _turn(os.getpid()):
             shares: list[Future[None]] = []
@@ -170,6 +169,12 @@ class Program:
         given_up[GIVEN_UP] = 1
         self._kept.append(given_up)
         wait(shares)
+
+
+@cache
+def _compile_run() -> None:
+    """Before anybody waits for anybody: a thread that fails to compile it would never come to the barrier."""
+    run(np.zeros((0, 3), np.int64), 0, 1, 0, GIVE_WAY)
 
 
 @cache
