@@ -99,11 +99,11 @@ def test_sixteen_head_bits_leave_it_as_it_is(model: Path, measured: Path, tmp_pa
 @pytest.mark.parametrize("family", ["Qwen2ForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM"])
 def test_other_families_are_written_and_load_again(family: str, tmp_path: Path) -> None:
     source = tiny.write_model(tmp_path / "model", family)
-    report = quantize(source, tmp_path / "out", bpw=6.5, head_bits=8)
+    # In float32: the router of a tiny mixture changes its mind about a token where a processor rounds otherwise.
+    report = quantize(source, tmp_path / "out", bpw=6.5, head_bits=8, dtype="fp32")
     assert {linear.name for linear in report.linears} == {*open_checkpoint(source).linears(), "lm_head"}
     before, after = quantkit.load(source)(IDS), quantkit.load(tmp_path / "out")(IDS)
-    # A router of a tiny mixture changes its mind about a token now and then: 0.08 to 0.12, by the seed of the text.
-    assert (before - after).abs().mean() < 0.15 * before.std()
+    assert (before - after).abs().mean() < 0.1 * before.std()
 
 
 def test_fused_linears_are_written_in_the_parts_that_readers_of_exl2_know(tmp_path: Path) -> None:

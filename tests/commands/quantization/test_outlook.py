@@ -94,6 +94,6 @@ def test_what_cannot_be_is_refused(model: Path, tmp_path: Path, monkeypatch) -> 
         assert caught.value.hint
     usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, 0, 1000))
-    with pytest.raises(CheckpointError, match="iB are free there"):
+    with pytest.raises(CheckpointError, match="and 0 KiB are free there"):
         foresee(settings(model, tmp_path / "other"), Silent())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
