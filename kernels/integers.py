@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import multiply, rounding
-from quantkit.kernels.planes import STRIP, UNIT, Planes
+from quantkit.kernels.planes import UNIT, Planes
 from quantkit.kernels.program import Program
 
 BLOCK_ROWS = 4
@@ -48,15 +48,11 @@ class Rounded:
         assert planes.in_features == self.width
         block = 1 if self.rows == 1 else BLOCK_ROWS
         for index, section in enumerate(planes.sections):
-            strips, units, groups = section.low.shape[0], section.low.shape[1], section.scales.shape[1]
-            common = section.zeros.shape[:2] == (1, 1)
             operands = (
-                *(*self._parts, self.rows, self.width // UNIT, section.low, section.high),
-                *(section.scales, section.zeros, strips, units, groups, int(section.scales.dtype == np.uint16)),
-                *(int(common), section.starts, section.offset, y, y.shape[1], column),
-                *((0 if index else 1 if bias is None else 2), bias),
+                *(*self._parts, self.rows, self.width // UNIT, *section.operands),
+                *(y, y.shape[1], column, (0 if index else 1 if bias is None else 2), bias),
             )
-            assert y.shape[1] >= column + strips * STRIP
+            assert y.shape[1] >= column + section.out_features
             program.add(multiply.integer_product(section.bits, block), operands, waits=False)
 
 

@@ -126,24 +126,41 @@ def float_dot(bits: int, rows: int) -> Callable[..., Any]:
 
 
 @cache
-def panel(bits: int) -> Callable[..., Any]:
-    """The kernel that dequantizes columns of one section into `out` [in, columns], float32 or bfloat16 bits (uint16).
+def panel(bits: int, kind: type[np.generic]) -> Any:
+    """The operation that dequantizes columns of one section into a panel [in, columns], `kind` np.float32 or np.uint16,
+    the bits of bfloat16.
 
-    Arguments: first, last (strips of the panel), low, high, scales, zeros, starts, offset as for `float_dot`, the strip
-    of the weight at which the panel starts, int64 [in] the row of `out` for each row of the weight, out.
+    Operands: low, high, scales, zeros of the section; strips, its units, groups, whether scales are float16, whether
+    zeros are one for all; starts, offset; int64 [in], the row of the panel for each row of the weight, and in; the
+    panel; int64 [2], the strip of the weight at which the panel starts, and its strips.
     """
+    width, upper = PLANES[bits]
 
-    @compiled
-    def kernel(first, last, low, high, scales, zeros, starts, offset, origin, order, out):  # type: ignore[no-untyped-def]
-        for place in range(first, last):
+    def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
+        a = array_at(arguments, 15, np.int64)
+        strips, own, groups, rows = a[4], a[5], a[6], a[12]
+        low = array_at(a[0], (strips, own, width, STRIP), np.uint32)
+        high = array_at(a[1], (strips, own, upper, STRIP), np.uint32)
+        zeros = array_at(a[3], (1 if a[8] else strips, 1 if a[8] else groups, STRIP), np.uint8)
+        starts, offset = array_at(a[9], groups + 1, np.int64), a[10]
+        order = array_at(a[11], rows, np.int64)
+        place_of_panel = array_at(a[14], 2, np.int64)
+        origin, across = place_of_panel[0], place_of_panel[1]
+        out = array_at(a[13], (rows, across * STRIP), kind)
+        for place in range(across * thread // threads, across * (thread + 1) // threads):
             strip = origin + place
-            for group in range(starts.size - 1):
-                scale, zero = grid(scales, zeros, strip, group)
+            for group in range(groups):
+                if a[7]:
+                    halves = array_at(a[2], (strips, groups, STRIP), np.uint16)
+                    scale, zero = grid(halves, zeros, strip, group)
+                else:
+                    floats = array_at(a[2], (strips, groups, STRIP), np.float32)
+                    scale, zero = grid(floats, zeros, strip, group)
                 for unit in range(starts[group], starts[group + 1]):
                     for quad in range(QUADS):
                         write(scale, zero, out, order, offset + unit, place, low, high, strip, unit, quad, bits)
 
-    return kernel
+    return operation(kernel)
 
 
 # --- LLVM building blocks: plain functions from a builder and values to values

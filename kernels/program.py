@@ -7,7 +7,7 @@
 An operation is a compiled C function `(thread, threads, arguments)`: it does the share of that thread, and finds what
 it works on in a block of 64-bit numbers, mostly addresses (`views.array_at`). A decode step has hundreds of operations
 of a few microseconds; threads that meet behind each of them in a barrier that spins cost one where waking a thread
-costs forty.
+costs forty. They are those of torch (`team.py`), else a pool of our own.
 """
 
 import ctypes
@@ -24,13 +24,19 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from quantkit.kernels.jit import compiled, compiled_as_c, pool
+from quantkit.kernels.jit import compiled_as_c, pool
+from quantkit.kernels.team import Team, address_of, torch_team
+from quantkit.kernels.views import array_at
 
 I64 = ir.IntType(64)
 # Looks at a barrier before the processor is offered to others: about two microseconds.
 SPINS = 500
 COUNT, TURN, GIVEN_UP = 0, 8, 9
-"""Places in a barrier, on two lines of the cache."""
+"""Places in a barrier, int64 [16], on two lines of the cache; all zero at first."""
+TABLE, LENGTH, THREADS, THREAD, BARRIER, OTHERS, NUMBER, SIZE, REFUSED = range(9)
+"""Places in a job, int64 [9]: where the operations are, and how many: [address, arguments, whether all threads wait
+behind it]; threads, and which this is; the barrier; a C function that lets other threads run, or 0. In a team, the
+functions that tell which this is and how many there are, else 0; set to 1 where there are other than so many."""
 
 Operand = np.ndarray | Tensor | int | None
 
@@ -66,6 +72,17 @@ def give_way(typing, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def ask(typing, address):  # type: ignore[no-untyped-def]
+    """What the C function at `address` returns, an int, without arguments."""
+
+    def emit(context, b, signature, args):  # type: ignore[no-untyped-def]
+        found = b.call(b.inttoptr(args[0], ir.FunctionType(ir.IntType(32), []).as_pointer()), [])
+        return b.sext(found, I64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
 def add_atomically(typing, address, value):  # type: ignore[no-untyped-def]
     """int64 at `address` plus `value`, in one step for all threads; returns what was there."""
 
@@ -85,28 +102,36 @@ def look(typing, address):  # type: ignore[no-untyped-def]
     return types.int64(types.int64), emit
 
 
-@compiled
-def run(table, thread, threads, barrier, others):  # type: ignore[no-untyped-def]
-    """The share of one thread: operations by address, arguments, and whether all threads wait behind it, int64 [n, 3].
+@cache
+def run() -> Any:
+    """The C function that does the share of one thread of a job, whose address it is given."""
 
-    barrier  address of int64 [16], zeros at first and afterwards
-    others   address of a C function that lets other threads run
-    """
-    for index in range(table.shape[0]):
-        call(table[index, 0], thread, threads, table[index, 1])
-        if threads > 1 and table[index, 2]:
-            turn = look(barrier + 8 * TURN)
-            if add_atomically(barrier + 8 * COUNT, 1) == threads - 1:
-                add_atomically(barrier + 8 * COUNT, -threads)
-                add_atomically(barrier + 8 * TURN, 1)
-            else:
-                spins = 0
-                while look(barrier + 8 * TURN) == turn:
-                    if look(barrier + 8 * GIVEN_UP):
-                        return
-                    spins += 1
-                    if spins > SPINS:
-                        give_way(others)
+    def share(job):  # type: ignore[no-untyped-def]
+        asked = array_at(job, 9, np.int64)
+        threads, thread, barrier = asked[THREADS], asked[THREAD], asked[BARRIER]
+        if asked[NUMBER]:
+            if ask(asked[SIZE]) != threads:
+                asked[REFUSED] = 1
+                return
+            thread = ask(asked[NUMBER])
+        table = array_at(asked[TABLE], (asked[LENGTH], 3), np.int64)
+        for index in range(asked[LENGTH]):
+            call(table[index, 0], thread, threads, table[index, 1])
+            if threads > 1 and table[index, 2]:
+                turn = look(barrier + 8 * TURN)
+                if add_atomically(barrier + 8 * COUNT, 1) == threads - 1:
+                    add_atomically(barrier + 8 * COUNT, -threads)
+                    add_atomically(barrier + 8 * TURN, 1)
+                else:
+                    spins = 0
+                    while look(barrier + 8 * TURN) == turn:
+                        if look(barrier + 8 * GIVEN_UP):
+                            return
+                        spins += 1
+                        if spins > SPINS:
+                            give_way(asked[OTHERS])
+
+    return compiled_as_c(types.void(types.int64), share, _nrt=False)
 
 
 class Program:
@@ -136,32 +161,52 @@ class Program:
         self._table = None
 
     def run(self, threads: int) -> None:
-        """All of them, in so many threads."""
+        """All of them, in so many threads: those of torch where they can be had, else a pool of our own."""
         if self._table is None:
             self._table = np.array(self._rows, np.int64).reshape(-1, 3)
         if threads == 1:
             self._share(0, 1, self._barrier)
             return
-        _compile_run()
-        workers = pool(os.getpid(), threads - 1)
         with _turn(os.getpid()):
-            shares: list[Future[None]] = []
-            try:
-                for one in range(1, threads):
-                    shares.append(workers.submit(self._share, one, threads, self._barrier))
-                self._share(0, threads, self._barrier)
-                for share in shares:
-                    share.result()
-            except BaseException:  # Ctrl-C, say: nobody may wait for a thread that never comes to the barrier
-                self._give_up(shares)
-                raise
+            team = torch_team(os.getpid())
+            if team is None or not self._run_in(team, threads):
+                self._run_in_pool(threads)
+
+    def _run_in(self, team: Team, threads: int) -> bool:
+        """False, and nothing is done, where the team has not so many threads."""
+        job = self._job(0, threads, self._barrier)
+        job[NUMBER], job[SIZE] = team.number, team.size
+        team.parallel(run().address, job.ctypes.data, threads, 0)
+        return not job[REFUSED]
+
+    def _run_in_pool(self, threads: int) -> None:
+        run()  # before anybody waits for anybody: a thread that fails to compile it would never come to the barrier
+        workers = pool(os.getpid(), threads - 1)
+        shares: list[Future[None]] = []
+        try:
+            for one in range(1, threads):
+                shares.append(workers.submit(self._share, one, threads, self._barrier))
+            self._share(0, threads, self._barrier)
+            for share in shares:
+                share.result()
+        except BaseException:  # Ctrl-C, say: nobody may wait for a thread that never comes to the barrier
+            self._give_up(shares)
+            raise
 
     def _share(self, thread: int, threads: int, barrier: np.ndarray) -> None:
         try:
-            run(self._table, thread, threads, barrier.ctypes.data, GIVE_WAY)
+            job = self._job(thread, threads, barrier)
+            ctypes.CFUNCTYPE(None, ctypes.c_int64)(run().address)(job.ctypes.data)
         except BaseException:
             barrier[GIVEN_UP] = 1
             raise
+
+    def _job(self, thread: int, threads: int, barrier: np.ndarray) -> np.ndarray:
+        assert self._table is not None
+        job = np.zeros(9, np.int64)
+        job[[TABLE, LENGTH, THREADS]] = self._table.ctypes.data, len(self._table), threads
+        job[[THREAD, BARRIER, OTHERS]] = thread, barrier.ctypes.data, GIVE_WAY
+        return job
 
     def _give_up(self, shares: Sequence["Future[None]"]) -> None:
         """Threads leave the barrier; the next run has another one, in case a thread comes to this one yet."""
@@ -169,12 +214,6 @@ class Program:
         given_up[GIVEN_UP] = 1
         self._kept.append(given_up)
         wait(shares)
-
-
-@cache
-def _compile_run() -> None:
-    """Before anybody waits for anybody: a thread that fails to compile it would never come to the barrier."""
-    run(np.zeros((0, 3), np.int64), 0, 1, 0, GIVE_WAY)
 
 
 @cache
@@ -198,7 +237,7 @@ def _number(operand: Operand) -> int:
 
 def _give_way() -> int:
     try:
-        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+        return address_of(ctypes.CDLL(None).sched_yield)
     except (AttributeError, OSError, TypeError):  # a system without it: threads spin on
         return 0
 

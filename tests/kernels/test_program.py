@@ -1,7 +1,11 @@
 """Programs: every thread does its share, none begins what others have not finished, and nothing is freed too soon."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +14,13 @@ import torch
 from quantkit.kernels import program as programs
 from quantkit.kernels.program import Program, operation
 from quantkit.kernels.views import array_at
+
+
+@pytest.fixture(params=["team", "pool"], autouse=True)
+def threads_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's threads, and our own, as on systems where torch's cannot be had."""
+    if request.param == "pool":
+        monkeypatch.setattr(programs, "torch_team", lambda process: None)
 
 
 @operation
@@ -103,23 +114,79 @@ def test_a_system_without_a_way_to_yield(monkeypatch) -> None:
     assert np.array_equal(x, np.ones(10))
 
 
+@pytest.mark.parametrize("threads_of", ["team"], indirect=True)
+def test_torch_has_a_team_and_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    if programs.torch_team(os.getpid()) is None:
+        pytest.skip("no OpenMP runtime of torch is to be found on this system")
+    monkeypatch.setattr(programs, "pool", None)
+    x = np.zeros(10, np.int64)
+    program = Program()
+    program.add(set_own, (x, 10))
+    program.run(3)
+    assert np.array_equal(x, np.ones(10))
+
+
+@pytest.mark.parametrize("threads_of", ["team"], indirect=True)
+def test_a_team_of_another_size_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where OMP_THREAD_LIMIT allows fewer: half of the work would never be done."""
+    team = programs.torch_team(os.getpid())
+    if team is None:
+        pytest.skip("no OpenMP runtime of torch is to be found on this system")
+    other = replace(team, size=team.number)  # threads 0, 1 and 2 say that there are 0, 1 and 2
+    monkeypatch.setattr(programs, "torch_team", lambda process: other)
+    x = np.zeros(10, np.int64)
+    program = Program()
+    program.add(set_own, (x, 10))
+    program.run(3)
+    assert np.array_equal(x, np.ones(10))
+
+
+@pytest.mark.parametrize("threads_of", ["team"], indirect=True)
+def test_a_fork_computes_in_threads_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
+FORKING = """
+import os
+import torch
+import numpy as np
+from quantkit.kernels import operations
+from quantkit.kernels.program import Program
+
+both, fed = torch.ones(4, 64), torch.zeros(4, 32)
+program = Program()
+program.add(operations.silu_mul(), (both, fed, 4, 32))
+program.run(2)
+expected = fed.clone()
+child = os.fork()
+if not child:
+    fed.zero_()
+    program.run(2)
+    os._exit(0 if np.array_equal(fed.numpy(), expected.numpy()) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("threads_of", ["pool"], indirect=True)
 @pytest.mark.parametrize("stopped", [0, 1, 2])
 def test_a_thread_that_never_comes_leaves_nobody_waiting(stopped: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C reaches the main thread at any moment: before the others were asked, among them, before its own share."""
+    """Ctrl-C reaches the main thread at any moment: before the others were asked, among them, before its own share. (No
+    Python runs in a team, where it is noticed afterwards.)"""
     n = 97
     x, y = np.arange(n), np.zeros(n, np.int64)
     program = Program()
     program.add(shift, (x, y, n))
     program.add(shift, (y, x, n))
-    run = programs.run
+    make = Program._job
 
-    def interrupted(table, thread, threads, *rest):  # type: ignore[no-untyped-def]
+    def interrupted(self, thread, threads, barrier):  # type: ignore[no-untyped-def]
         if threads > 1 and thread == stopped:
             raise KeyboardInterrupt
-        run(table, thread, threads, *rest)
+        return make(self, thread, threads, barrier)
 
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "run", interrupted)
+        patch.setattr(Program, "_job", interrupted)
         with pytest.raises(KeyboardInterrupt):
             program.run(3)
     x[:], y[:] = np.arange(n), 0
