@@ -53,7 +53,8 @@ class Rounded:
                 *(y, y.shape[1], column, (0 if index else 1 if bias is None else 2), bias),
             )
             assert y.shape[1] >= column + section.out_features
-            program.add(multiply.integer_product(section.bits, block), operands, waits=False)
+            product = multiply.integer_product(section.bits, block, section.scales.dtype.type)
+            program.add(product, operands, waits=False)
 
 
 def product(x: Tensor, planes: Planes, threads: int) -> Tensor:

@@ -51,25 +51,26 @@ HAS_BYTE_PRODUCTS = targets("avx512vnni")
 
 
 @cache
-def integer_product(bits: int, rows: int) -> Any:
-    """The operation that adds `x · weight` of one section to y, `rows` rows at a time.
+def integer_product(bits: int, rows: int, stored: type[np.generic]) -> Any:
+    """The operation that adds `x · weight` of one section to y, `rows` rows at a time; its scales are `stored` as
+    np.uint16, the bits of float16, or np.float32.
 
     Operands: codes, scales and sums of x as `rounding.round_rows` makes them, m, units; low, high, scales, zeros of the
-    section; strips, its units, groups, whether scales are float16, whether zeros are one for all; starts, offset; y
-    float32 [m, width], width, first column; what y becomes first: 1 zeros, 2 bias, 0 stays; bias float32.
-    m is a multiple of `rows`.
+    section; strips, its units, groups, whether zeros are one for all; starts, offset; y float32 [m, width], width,
+    first column; what y becomes first: 1 zeros, 2 bias, 0 stays; bias float32. m is a multiple of `rows`.
     """
     width, upper = PLANES[bits]
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = array_at(arguments, 21, np.int64)
+        a = array_at(arguments, 20, np.int64)
         m, units, strips, own, groups = a[3], a[4], a[9], a[10], a[11]
         low = array_at(a[5], (strips, own, width, STRIP), np.uint32)
         high = array_at(a[6], (strips, own, upper, STRIP), np.uint32)
-        zeros = array_at(a[8], (1 if a[13] else strips, 1 if a[13] else groups, STRIP), np.uint8)
-        starts, offset = array_at(a[14], groups + 1, np.int64), a[15]
-        y = array_at(a[16], (m, a[17]), np.float32)
-        bias = array_at(a[20], a[9] * STRIP, np.float32)
+        scales = array_at(a[7], (strips, groups, STRIP), stored)
+        zeros = array_at(a[8], (1 if a[12] else strips, 1 if a[12] else groups, STRIP), np.uint8)
+        starts, offset = array_at(a[13], groups + 1, np.int64), a[14]
+        y, column = array_at(a[15], (m, a[16]), np.float32), a[17]
+        bias = array_at(a[19], strips * STRIP, np.float32)
         first, last = strips * thread // threads, strips * (thread + 1) // threads
         for row in range(0, m, rows):
             place = row * units
@@ -78,25 +79,20 @@ def integer_product(bits: int, rows: int) -> Any:
             sums = array_at(a[2] + place * 4, (rows, units), np.int32)
             mine = y[row : row + rows]
             for strip in range(first, last):
-                if a[19]:
+                if a[18]:
                     for r in range(rows):
                         for lane in range(strip * STRIP, (strip + 1) * STRIP):
-                            mine[r, a[18] + lane] = bias[lane] if a[19] == 2 else np.float32(0)
+                            mine[r, column + lane] = bias[lane] if a[18] == 2 else np.float32(0)
                 total = vectors(rows)
                 for group in range(groups):
-                    if a[12]:
-                        halves = array_at(a[7], (strips, groups, STRIP), np.uint16)
-                        scale, zero = grid(halves, zeros, strip, group)
-                    else:
-                        floats = array_at(a[7], (strips, groups, STRIP), np.float32)
-                        scale, zero = grid(floats, zeros, strip, group)
+                    scale, zero = grid(scales, zeros, strip, group)
                     part = vectors(rows)
                     for unit in range(starts[group], starts[group + 1]):
                         part = multiply_integers(
                             part, zero, codes, x_scales, sums, offset + unit, low, high, strip, unit, bits
                         )
                     total = scaled(total, part, scale)
-                add_to(total, mine, a[18] + strip * STRIP)
+                add_to(total, mine, column + strip * STRIP)
 
     return operation(kernel)
 
@@ -126,39 +122,34 @@ def float_dot(bits: int, rows: int) -> Callable[..., Any]:
 
 
 @cache
-def panel(bits: int, kind: type[np.generic]) -> Any:
+def panel(bits: int, kind: type[np.generic], stored: type[np.generic]) -> Any:
     """The operation that dequantizes columns of one section into a panel [in, columns], `kind` np.float32 or np.uint16,
-    the bits of bfloat16.
+    the bits of bfloat16; scales as for `integer_product`.
 
-    Operands: low, high, scales, zeros of the section; strips, its units, groups, whether scales are float16, whether
-    zeros are one for all; starts, offset; int64 [in], the row of the panel for each row of the weight, and in; the
-    panel; int64 [2], the strip of the weight at which the panel starts, and its strips.
+    Operands: low, high, scales, zeros of the section; strips, its units, groups, whether zeros are one for all; starts,
+    offset; int64 [in], the row of the panel for each row of the weight, and in; the panel; int64 [2], the strip of the
+    weight at which the panel starts, and its strips.
     """
     width, upper = PLANES[bits]
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
-        a = array_at(arguments, 15, np.int64)
-        strips, own, groups, rows = a[4], a[5], a[6], a[12]
+        a = array_at(arguments, 14, np.int64)
+        strips, own, groups, rows = a[4], a[5], a[6], a[11]
         low = array_at(a[0], (strips, own, width, STRIP), np.uint32)
         high = array_at(a[1], (strips, own, upper, STRIP), np.uint32)
-        zeros = array_at(a[3], (1 if a[8] else strips, 1 if a[8] else groups, STRIP), np.uint8)
-        starts, offset = array_at(a[9], groups + 1, np.int64), a[10]
-        order = array_at(a[11], rows, np.int64)
-        place_of_panel = array_at(a[14], 2, np.int64)
-        origin, across = place_of_panel[0], place_of_panel[1]
-        out = array_at(a[13], (rows, across * STRIP), kind)
-        for place in range(across * thread // threads, across * (thread + 1) // threads):
-            strip = origin + place
+        scales = array_at(a[2], (strips, groups, STRIP), stored)
+        zeros = array_at(a[3], (1 if a[7] else strips, 1 if a[7] else groups, STRIP), np.uint8)
+        starts, offset = array_at(a[8], groups + 1, np.int64), a[9]
+        order, place = array_at(a[10], rows, np.int64), array_at(a[13], 2, np.int64)
+        across = place[1]
+        out = array_at(a[12], (rows, across * STRIP), kind)
+        for column in range(across * thread // threads, across * (thread + 1) // threads):
+            strip = place[0] + column
             for group in range(groups):
-                if a[7]:
-                    halves = array_at(a[2], (strips, groups, STRIP), np.uint16)
-                    scale, zero = grid(halves, zeros, strip, group)
-                else:
-                    floats = array_at(a[2], (strips, groups, STRIP), np.float32)
-                    scale, zero = grid(floats, zeros, strip, group)
+                scale, zero = grid(scales, zeros, strip, group)
                 for unit in range(starts[group], starts[group + 1]):
                     for quad in range(QUADS):
-                        write(scale, zero, out, order, offset + unit, place, low, high, strip, unit, quad, bits)
+                        write(scale, zero, out, order, offset + unit, column, low, high, strip, unit, quad, bits)
 
     return operation(kernel)
 

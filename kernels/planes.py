@@ -70,9 +70,9 @@ class Section:
     def operands(self) -> tuple[np.ndarray | int, ...]:
         """What the operations of `multiply.py` take of it, in their order."""
         strips, units, groups = *self.low.shape[:2], self.scales.shape[1]
-        halves, common = int(self.scales.dtype == np.uint16), int(self.zeros.shape[:2] == (1, 1))
+        common = int(self.zeros.shape[:2] == (1, 1))
         planes = self.low, self.high, self.scales, self.zeros
-        return *planes, strips, units, groups, halves, common, self.starts, self.offset
+        return *planes, strips, units, groups, common, self.starts, self.offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
