@@ -1,6 +1,7 @@
 """How CPU kernels are compiled and spread over threads."""
 
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -47,7 +48,8 @@ def kept(made: Any, function: Callable[..., Any]) -> Any:
 
 class KernelFiles(FunctionCache):
     """Numba's files of what it has compiled. None of them is worth a failure: a damaged one, such as a full disk or a
-    power cut leaves, is written anew, and what cannot be written is compiled again next time."""
+    power cut leaves, is written anew, and what cannot be written is compiled again next time. What older sources left of
+    the same kernel is removed."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -60,6 +62,14 @@ class KernelFiles(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(OSError, EOFError, UnpicklingError):
             super().save_overload(sig, data)
+            self._remove_older()
+
+    def _remove_older(self) -> None:
+        name, state, _ = self._cache_file._index_name.partition(f"_{_state_of_sources()}-")
+        older = re.compile(rf"{re.escape(name)}_(?!{_state_of_sources()})[0-9a-f]{{12}}-")
+        for file in Path(self._cache_path).iterdir():
+            if state and older.match(file.name):
+                file.unlink(missing_ok=True)
 
 
 def marked(function: Callable[..., Any]) -> Callable[..., Any]:

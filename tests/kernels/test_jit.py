@@ -60,3 +60,17 @@ def test_a_full_disk_is_no_obstacle(as_c: bool, folder: Path, monkeypatch: pytes
         assert make(as_c) == (42, 0)
     assert make(as_c) == (42, 0)
     assert make(as_c) == (42, 1)
+
+
+def test_what_older_sources_left_is_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "_state_of_sources", lambda: "0123456789ab")
+        make(as_c=False)
+    (old,) = {file.parent for file in folder.rglob("*.nbi")}
+    other = old / "another.kernel_0123456789ab-1.py311.nbi"
+    other.touch()
+    make(as_c=False)
+    left = sorted(file.name for file in old.iterdir())
+    assert other.name in left and len(left) == 3, left
+    assert not any("doubled_0123456789ab" in name for name in left)
+    assert make(as_c=False) == (42, 1)
