@@ -41,10 +41,12 @@ def ids(count: int) -> list[int]:
 
 def run_quantkit(path: Path) -> dict[str, float]:
     import quantkit
+    from quantkit import heap
     from quantkit.runtime.generator import Generator
     from quantkit.runtime.request import Request
     from quantkit.runtime.tokenizer import Tokenizer
 
+    heap.settle()  # as the command line does
     generator = Generator(quantkit.load(path, dtype="bf16"), Tokenizer.open(path))
     generator.warm_up(Request(ids(PROMPT), 1))
 
