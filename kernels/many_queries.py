@@ -2,10 +2,10 @@
 
     mixed = attend(q, k, v, scale=0.125, window=0, threads=2)          # [heads, s, d], [kv_heads, t, d] → [s, heads, d]
 
-`vdpbf16ps` (AVX-512 BF16) adds products of two pairs of bfloat16 to each of 16 float32. So keys and values are laid out
-anew in words of two: of keys, two neighbouring elements of a head, 16 keys side by side; of values, one element of two
-neighbouring positions. Sixteen queries are taken through all of their past before the next: scores in float32, softmax
-in float32, its exponentials rounded to bfloat16. (Dao et al. 2022, FlashAttention, with whole rows for tiles)
+Keys and values are laid out anew in words of two bfloat16 for the products of `pairs.py`: of keys, two neighbouring
+elements of a head, 16 keys side by side; of values, one element of two neighbouring positions. Sixteen queries are
+taken through all of their past before the next: scores in float32, softmax in float32, its exponentials rounded to
+bfloat16. (Dao et al. 2022, FlashAttention, with whole rows for tiles)
 
 Every sum of a query runs over its own past in order, from the first position on: how many queries come at once changes
 no bit. Torch's kernel does a third as much in the same time.
@@ -19,19 +19,15 @@ import torch
 import torch.nn.functional as F
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from quantkit.kernels.jit import targets
-from quantkit.kernels.lanes import FLOAT, I32, I64, LANES, VECTOR, broadcast, call, element, vector_of, vectors
+from quantkit.kernels.lanes import FLOAT, I32, LANES, VECTOR, element, vector_of, vectors
 from quantkit.kernels.operations import REORDERED, narrow
+from quantkit.kernels.pairs import ACROSS, HAS_PAIR_PRODUCTS, TILE, add_pairs, keep
 from quantkit.kernels.program import Program, operation
 from quantkit.kernels.views import array_at, exponential, larger, smaller
 
-HAS_PAIR_PRODUCTS = targets("avx512bf16")
-# Sums in registers: eight rows times two vectors.
-TILE, ACROSS = 8, 2 * LANES
 # Queries that share what is read of the past, two tiles.
 ROWS = 2 * TILE
 
@@ -154,38 +150,6 @@ def mix() -> Any:
 
 
 # --- intrinsics
-
-
-@intrinsic
-def add_pairs(typing, total, rows, apart, words, beside):  # type: ignore[no-untyped-def]
-    """Adds products of one pair of bfloat16 in each of eight rows with those in two vectors of words to 16 sums, two
-    for each row. By address: the pair of the first row, bytes to that of the next, the first vector, bytes to the
-    other."""
-
-    def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        sums, kind = cgutils.unpack_tuple(b, args[0]), vector_of(FLOAT)
-        both = [b.load(element(b, at, vector_of(I32)), align=4) for at in (args[3], b.add(args[3], args[4]))]
-        for row in range(TILE):
-            pair = b.load(element(b, b.add(args[1], b.mul(args[2], I64(row))), I32), align=4)
-            for side, word in enumerate(both):
-                operands = [sums[2 * row + side], broadcast(b, pair), word]
-                sums[2 * row + side] = call(b, "llvm.x86.avx512bf16.dpbf16ps.512", kind, operands)
-        return context.make_tuple(b, signature.args[0], sums)
-
-    return total(total, types.int64, types.int64, types.int64, types.int64), emit
-
-
-@intrinsic
-def keep(typing, total, target, apart):  # type: ignore[no-untyped-def]
-    """Stores two vectors in each of eight rows, `apart` bytes from one to the next."""
-
-    def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        for index, vector in enumerate(cgutils.unpack_tuple(b, args[0])):
-            row = b.add(args[1], b.mul(args[2], I64(index // 2)))
-            b.store(vector, element(b, row, vector.type, index % 2), align=4)
-        return context.get_dummy_value()
-
-    return types.none(total, types.int64, types.int64), emit
 
 
 @intrinsic
