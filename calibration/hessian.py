@@ -1,12 +1,16 @@
 """The Hessian of a layer's squared output error: the mean of x xᵀ over the inputs x that its linears read.
 
 Inputs are gathered in chunks of a fixed number of tokens, so that the result is the same, byte for byte, however the
-rows are batched. Only panels on and above the diagonal are multiplied; the rest is mirrored once at the end.
+rows are batched. Only what is on and above the diagonal is multiplied; the rest is mirrored once at the end.
+
+Inputs in bfloat16 are multiplied in it where the processor does that (`kernels.gram`): a token that does not count once
+is rounded anew when it is scaled, both factors of a product alike, so that no sum is less than positive semi-definite.
 """
 
 import torch
 from torch import Tensor
 
+from quantkit import kernels
 from quantkit.errors import CalibrationError
 
 CHUNK_TOKENS = 512
@@ -15,7 +19,8 @@ TOKEN_SHARE = 0.25
 
 
 def gathering_bytes(features: int, number_bytes: int) -> int:
-    """What a Hessian takes while it is gathered: its sum, and the chunk of inputs to come."""
+    """What a Hessian takes while it is gathered: its sum, and the chunk of inputs to come, which is in bfloat16 where
+    it is laid out anew for its product."""
     return number_bytes * features * (features + CHUNK_TOKENS)
 
 
@@ -46,24 +51,33 @@ class Hessian:
         self.tokens = 0
         self._share = token_share
         self._sum = torch.zeros(in_features, in_features, dtype=dtype, device=device)
-        self._chunk = torch.empty(CHUNK_TOKENS, in_features, dtype=torch.float32, device=device)
+        self._chunk = torch.empty(0, in_features, device=device)
         self._counts = torch.empty(CHUNK_TOKENS, dtype=torch.float32, device=device)
         self._filled = 0
+        self._pairs = False
 
     def add(self, x: Tensor, counts: Tensor | None = None) -> None:
-        """Inputs `[m, in]` of any float dtype. Raises CalibrationError at the first NaN or infinity.
+        """Inputs `[m, in]`, all of one float dtype. Raises CalibrationError at the first NaN or infinity.
 
         counts  float32 [m]: how often each token is in the sum, in place of once; the mean is over all tokens as before
         """
+        if not len(self._chunk):
+            self._pairs = x.device.type == "cpu" and kernels.backend("cpu").adds_gram(self._sum, x)
+            self._chunk = self._sum.new_empty(CHUNK_TOKENS, x.shape[1], dtype=x.dtype if self._pairs else torch.float32)
+        assert not self._pairs or x.dtype == self._chunk.dtype
         counts = torch.ones(len(x), device=x.device) if counts is None else counts
         while len(x):
-            room = slice(self._filled, min(self._filled + len(x), CHUNK_TOKENS))
-            taken = room.stop - room.start
-            self._chunk[room], self._counts[room] = x[:taken], counts[:taken]
+            if self._pairs and not self._filled and len(x) >= CHUNK_TOKENS:
+                taken = CHUNK_TOKENS
+                self._multiply(x[:taken], counts[:taken])
+            else:
+                room = slice(self._filled, min(self._filled + len(x), CHUNK_TOKENS))
+                taken = room.stop - room.start
+                self._chunk[room], self._counts[room] = x[:taken], counts[:taken]
+                self._filled = room.stop
+                if self._filled == CHUNK_TOKENS:
+                    self._multiply_gathered()
             x, counts = x[taken:], counts[taken:]
-            self._filled = room.stop
-            if self._filled == CHUNK_TOKENS:
-                self._multiply()
 
     def finish(self) -> Tensor:
         """The mean so far, `[in, in]`, exactly symmetric. Ends the accumulation: its memory is handed over.
@@ -71,7 +85,7 @@ class Hessian:
         Raises CalibrationError when no token was seen.
         """
         if self._filled:
-            self._multiply()
+            self._multiply_gathered()
         if not self.tokens:
             raise CalibrationError(f"no calibration token reached `{self.name}`", hint="use more `--samples`")
         total, features = self._sum, len(self._sum)
@@ -83,20 +97,24 @@ class Hessian:
         del self._sum, self._chunk, self._counts
         return total.div_(self.tokens)
 
-    def _multiply(self) -> None:
-        rows = self._chunk[: self._filled]
-        norms = torch.linalg.vector_norm(rows, dim=1)
+    def _multiply_gathered(self) -> None:
+        self._multiply(self._chunk[: self._filled], self._counts[: self._filled])
+        self._filled = 0
+
+    def _multiply(self, rows: Tensor, counts: Tensor) -> None:
+        """A whole chunk, or the last one. Rows in float32 are those of the chunk, and are scaled where they are."""
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
         if not bool(torch.isfinite(norms).all()):
             raise self._not_finite(rows, norms)
-        counts = self._counts[: self._filled]
-        if self._share:
-            counts.mul_(self._token_weights(norms))
-        rows = rows.mul_(counts.sqrt()[:, None]).to(self._sum.dtype)
-        for start in range(0, len(self._sum), PANEL_COLUMNS):
-            panel = rows[:, start : start + PANEL_COLUMNS]
-            self._sum[start : start + PANEL_COLUMNS, start:].addmm_(panel.T, rows[:, start:])
-        self.tokens += self._filled
-        self._filled = 0
+        factors = (counts * self._token_weights(norms) if self._share else counts).sqrt()
+        if self._pairs:
+            kernels.backend("cpu").add_gram(self._sum, rows, factors)
+        else:
+            rows = rows.mul_(factors[:, None]).to(self._sum.dtype)
+            for start in range(0, len(self._sum), PANEL_COLUMNS):
+                panel = rows[:, start : start + PANEL_COLUMNS]
+                self._sum[start : start + PANEL_COLUMNS, start:].addmm_(panel.T, rows[:, start:])
+        self.tokens += len(rows)
 
     def _token_weights(self, norms: Tensor) -> Tensor:
         """Scaled to make the mean diagonal 1. Tokens without any input stay without weight."""

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.kernels import columns, integers, many_queries, multiply
+from quantkit.kernels import columns, gram, integers, many_queries, multiply
 from quantkit.kernels.integers import BLOCK_ROWS
 from quantkit.kernels.jit import LEAST_WORK, spread, targets
+from quantkit.kernels.pairs import HAS_PAIR_PRODUCTS
 from quantkit.kernels.planes import (
     PLANES,
     STRIP,
@@ -160,6 +161,16 @@ class CpuBackend(ReferenceBackend):
         if not self.attends_many(q, k, v):
             return super().attend_many(q, k, v, scale=scale, window=window)
         return many_queries.attend(q, k, v, scale=scale, window=window, threads=torch.get_num_threads())
+
+    def adds_gram(self, total: Tensor, rows: Tensor) -> bool:
+        plain = rows.device.type == "cpu" and not rows.requires_grad
+        return HAS_PAIR_PRODUCTS and plain and (total.dtype, rows.dtype) == (torch.float32, torch.bfloat16)
+
+    def add_gram(self, total: Tensor, rows: Tensor, factors: Tensor) -> None:
+        if not self.adds_gram(total, rows):
+            super().add_gram(total, rows, factors)
+            return
+        gram.add(total, rows, factors, threads=torch.get_num_threads())
 
     def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
         (g, out), n = rows.shape, scales.shape[0]

@@ -117,6 +117,16 @@ class Backend(Protocol):
         queries just before it as well.
         """
 
+    def adds_gram(self, total: Tensor, rows: Tensor) -> bool:
+        """Whether `add_gram` is for tensors like these, and faster than torch's products in float32."""
+
+    def add_gram(self, total: Tensor, rows: Tensor, factors: Tensor) -> None:
+        """Adds `Σ_t factors[t]² · rows[t, i] · rows[t, j]` to total[i, j] for i <= j, in float32; what is below the
+        diagonal is left in any state. Rows times their factors may be rounded to the dtype of the rows.
+
+        total float32 [n, n]; rows [m, n] of any float dtype, all finite; factors float32 [m].
+        """
+
     def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
         """What each candidate grid would cost: `Σ_r importance[r] · (rows[r, o] - nearest(rows[r, o]))²`.
 

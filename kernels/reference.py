@@ -108,6 +108,13 @@ class ReferenceBackend:
         shares = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
         return (shares @ v.to(torch.float32)[:, None]).flatten(0, 1).transpose(0, 1).to(q.dtype)
 
+    def adds_gram(self, total: Tensor, rows: Tensor) -> bool:
+        return False
+
+    def add_gram(self, total: Tensor, rows: Tensor, factors: Tensor) -> None:
+        scaled = rows.to(torch.float32) * factors[:, None]
+        total.addmm_(scaled.T, scaled)
+
     def grid_error(self, rows: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
         errors = torch.empty_like(scales)
         for n, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):

@@ -56,7 +56,37 @@ def test_threads_do_not_change_the_bytes() -> None:
 
 def test_bfloat16_inputs_are_summed_in_float32() -> None:
     x = _inputs(2000).bfloat16()
-    assert torch.equal(_finish(x), _finish(x.float()))
+    result, expected = _finish(x), _finish(x.float())
+    assert (result - expected).abs().max() < 1e-6 * expected.diagonal().max()
+
+
+@pytest.mark.parametrize("token_share", [0.0, 0.25])
+def test_neither_batches_nor_threads_change_the_bytes_in_bfloat16(token_share: float) -> None:
+    x = _inputs(2600).bfloat16()
+    whole = _finish(x, token_share=token_share)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(whole, _finish(x, token_share=token_share))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(whole, _finish(x, 1, 1023, 1, 500, 1075, token_share=token_share))
+    assert torch.equal(whole, _finish(x, *[13] * 200, token_share=token_share))
+
+
+def test_counted_tokens_in_bfloat16_are_rounded_once_more_at_most() -> None:
+    x, counts = _inputs(1500).bfloat16(), torch.rand(1500, generator=torch.Generator().manual_seed(2)) * 3
+    counts[7] = 0
+    kept, hessian, exact = x.clone(), Hessian(FEATURES), Hessian(FEATURES, dtype=torch.float64)
+    hessian.add(x, counts)
+    exact.add(x, counts)
+    result, expected = hessian.finish().double(), exact.finish()
+    assert torch.equal(x, kept)
+    scale = expected.diagonal().sqrt()
+    # A rounded value is off by at most 2^-8; over so many tokens little of it is left.
+    assert ((result - expected).abs() / (scale[:, None] * scale)).max() < 2**-10
+    assert (result - expected).norm() < 2**-10 * expected.norm()
 
 
 def test_adding_does_not_change_the_input() -> None:
@@ -84,10 +114,11 @@ def test_tokens_without_input_have_no_weight_in_the_mix() -> None:
     assert torch.isfinite(result).all() and result.diagonal().mean() == pytest.approx(0.875, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("row", [5, CHUNK_TOKENS + 7])
-def test_a_value_that_is_not_finite_is_named(value: float, row: int) -> None:
-    x = _inputs(CHUNK_TOKENS + 20)
+def test_a_value_that_is_not_finite_is_named(value: float, row: int, dtype: torch.dtype) -> None:
+    x = _inputs(CHUNK_TOKENS + 20).to(dtype)
     x[row, 9] = value
     hessian = Hessian(FEATURES, "model.layers.2.mlp.down_proj")
     with pytest.raises(CalibrationError, match=rf"`model.layers.2.mlp.down_proj` .* channel 9 of calibration token {row:,} "):

@@ -276,6 +276,26 @@ def test_attends_many(backend: Backend) -> None:
     assert not backend.attends_many(q[:, :3], k, k)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "features"), [(1, 1), (7, 33), (200, 64)])
+def test_add_gram(backend: Backend, tokens: int, features: int, dtype: torch.dtype) -> None:
+    random = _random(tokens)
+    rows = torch.randn(tokens, features, generator=random).to(dtype)
+    factors, total = torch.rand(tokens, generator=random), torch.ones(features, features)
+    backend.add_gram(total, rows, factors)
+    scaled = rows.double() * factors.double()[:, None]
+    unit = 2**-7 if dtype == torch.bfloat16 else 2**-20  # of two roundings, or of sums in float32
+    bound = unit * (1 + scaled.abs().T @ scaled.abs())
+    assert bool(((total.double() - 1 - scaled.T @ scaled).triu().abs() <= bound).all())
+
+
+def test_adds_gram(backend: Backend) -> None:
+    """Never float32 rows, nor sums in float64, whose digits it has not."""
+    rows, total = torch.zeros(4, 40, dtype=torch.bfloat16), torch.zeros(40, 40)
+    assert backend.adds_gram(total, rows) == (backend.name == "cpu" and many_queries.HAS_PAIR_PRODUCTS)
+    assert not backend.adds_gram(total, rows.float()) and not backend.adds_gram(total.double(), rows)
+
+
 @pytest.mark.parametrize(("bits", "out"), [(2, 1), (3, 33), (4, 64), (8, 70)])
 def test_grid_error(backend: Backend, bits: int, out: int) -> None:
     random, top = _random(bits), (1 << bits) - 1
