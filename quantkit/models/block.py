@@ -39,11 +39,19 @@ class Block:
         to an expert. It is not called for an expert that no token reached. States that come from another device move
         to that of the block.
         """
-        hidden, rotary = hidden.to(self.device), rotary.to(self.device)
-        attended = self.attention(self.before_attention(hidden), rotary, cache, observe)
-        hidden = hidden + (self.after_attention(attended) if self.after_attention else attended)
+        hidden = self._attend(hidden, rotary, cache, observe)
         fed = self.mlp(self.before_mlp(hidden), observe)
         return hidden + (self.after_mlp(fed) if self.after_mlp else fed)
+
+    def show(self, hidden: Tensor, rotary: Rotary, observe: Observe) -> None:
+        """Only what `observe` is to see of `forward`, but the outputs of the last linears, which are left out."""
+        self.mlp.show(self.before_mlp(self._attend(hidden, rotary, None, observe)), observe)
+
+    def _attend(self, hidden: Tensor, rotary: Rotary, cache: Cache | None, observe: Observe | None) -> Tensor:
+        """The states between attention and MLP, on the device of the block."""
+        hidden, rotary = hidden.to(self.device), rotary.to(self.device)
+        attended = self.attention(self.before_attention(hidden), rotary, cache, observe)
+        return hidden + (self.after_attention(attended) if self.after_attention else attended)
 
     @property
     def device(self) -> torch.device:

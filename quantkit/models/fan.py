@@ -16,7 +16,8 @@ class Activations:
     """What went through the linears of one stage.
 
     inputs   [m, in], in the dtype of the linears
-    outputs  [..., out] of each linear, m rows, in the order of the stage; under autograd they are nodes of its graph
+    outputs  [..., out] of each linear, m rows, in the order of the stage; under autograd they are nodes of its graph;
+             none where the linears did not run
     tokens   int64 [m]: which tokens of the block's input these are; None for all of them, in order
     """
 
@@ -52,3 +53,8 @@ class Fan:
         if observe is not None:
             observe(Activations(self.stage, x.reshape(-1, x.shape[-1]), outputs))
         return outputs if len(outputs) == len(self.widths) else outputs[0].split(self.widths, dim=-1)
+
+    def show(self, x: Tensor, observe: Observe) -> None:
+        """Lets `observe` see what the linears would read."""
+        x = x.to(self.linears[0].dtype)
+        observe(Activations(self.stage, x.reshape(-1, x.shape[-1]), ()))

@@ -28,9 +28,16 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, observe: Observe | None) -> Tensor:
         """`[..., hidden]` → `[..., hidden]`."""
-        gate, up = self.inputs(x, observe)
-        (out,) = self.output(self.activation(gate) * up, observe)
+        (out,) = self.output(self._inner(x, observe), observe)
         return out
+
+    def show(self, x: Tensor, observe: Observe) -> None:
+        """Lets `observe` see what a call reads, without the last product."""
+        self.output.show(self._inner(x, observe), observe)
+
+    def _inner(self, x: Tensor, observe: Observe | None) -> Tensor:
+        gate, up = self.inputs(x, observe)
+        return self.activation(gate) * up
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +62,11 @@ class Mixture:
     def __call__(self, x: Tensor, observe: Observe | None) -> Tensor:
         """`[b, s, hidden]` → `[b, s, hidden]`, float32. An expert without tokens only runs if it is `reached`."""
         tokens = x.reshape(-1, x.shape[-1])
-        weights, choice = self.router(tokens).softmax(dim=-1).topk(self.chosen, dim=-1)
+        weights, choice = self._route(tokens)
         if self.normalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         out = torch.zeros_like(tokens, dtype=torch.float32)
-        for expert in sorted({*choice.unique().tolist(), *self.reached}):
+        for expert in self._running(choice):
             rows, rank = torch.where(choice == expert)
             if expert in self.reached:
                 routed = self.experts[expert](tokens, observe)[rows]
@@ -69,6 +76,27 @@ class Mixture:
         if self.shared is not None and self.shared_gate is not None:
             out += self.shared_gate(tokens).sigmoid() * self.shared(tokens, observe)
         return out.reshape(x.shape)
+
+    def show(self, x: Tensor, observe: Observe) -> None:
+        """Lets `observe` see what a call reads, without the last product of any expert."""
+        tokens = x.reshape(-1, x.shape[-1])
+        _, choice = self._route(tokens)
+        for expert in self._running(choice):
+            if expert in self.reached:
+                self.experts[expert].show(tokens, observe)
+            else:
+                rows, _ = torch.where(choice == expert)
+                self.experts[expert].show(tokens[rows], _naming_tokens(observe, rows))
+        if self.shared is not None and self.shared_gate is not None:
+            self.shared.show(tokens, observe)
+
+    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The probabilities of those that are chosen for each token, and who they are, `[m, chosen]` both."""
+        weights, choice = self.router(tokens).softmax(dim=-1).topk(self.chosen, dim=-1)
+        return weights, choice
+
+    def _running(self, choice: Tensor) -> list[int]:
+        return sorted({*choice.unique().tolist(), *self.reached})
 
 
 def _naming_tokens(observe: Observe, tokens: Tensor) -> Observe:

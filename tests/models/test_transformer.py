@@ -213,6 +213,13 @@ def test_observers_see_what_goes_through_every_linear(family: str, tmp_path: Pat
     hidden = load_embedding(source, config, architecture, dtype)(ids)
     rotary = Rotary.at(config.ropes, torch.arange(100)[None])
     block.forward(hidden, rotary, observe=observe)
+    shown: list[Activations] = []
+    block.show(hidden, rotary, shown.append)
+    assert [name for activations in shown for name in activations.stage.linears] == list(seen)
+    for activations in shown:
+        assert all(torch.equal(activations.inputs, seen[name]) for name in activations.stage.linears)
+        last = activations.stage.linears[0].endswith(("down_proj", "w2"))
+        assert len(activations.outputs) == (0 if last else len(activations.stage.linears))
     quantizable = [spec.name for spec in architecture.block_linears(config, 0) if spec.quantizable]
     assert list(block.linears) == quantizable
     assert [name for stage in block.stages() for name in stage.linears] == quantizable

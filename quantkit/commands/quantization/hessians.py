@@ -270,7 +270,7 @@ def _observe(
 
     start = 0
     for hidden in stream.batches():
-        block.forward(hidden, rotary, observe=partial(observe, start))
+        block.show(hidden, rotary, partial(observe, start))
         start += hidden.shape[0] * hidden.shape[1]
     return {
         stage.name: _Seen(tokens[stage.name], *(one.finish() for one in gathering.pop(stage.name, ())))

@@ -136,7 +136,7 @@ def _walk(
         features, name = seen.inputs.shape[1], seen.stage.name
         hessians.setdefault(name, Hessian(features, name, device=device, dtype=job.hessian_dtype)).add(seen.inputs)
 
-    observing = _timed(lambda: block.forward(hidden, rotary, observe=observe))
+    observing = _timed(lambda: block.show(hidden, rotary, observe))
     hessians.clear()
     task.advance(note="is solved")
     passes = count_passes(block, job.codecs, job.hessian_dtype, subject.budget.hessian_bytes)
