@@ -47,8 +47,7 @@ def lay() -> Any:
         a = array_at(arguments, 5, np.int64)
         tokens, features = a[3], a[4]
         pairs, strips = (tokens + 1) // 2, (features + ACROSS - 1) // ACROSS
-        rows, factors = array_at(a[0], (tokens, features), np.uint16), array_at(a[1], tokens, np.float32)
-        words = array_at(a[2], (strips, pairs, ACROSS), np.uint32)
+        factors = array_at(a[1], tokens, np.float32)
         for pair in range(pairs * thread // threads, pairs * (thread + 1) // threads):
             even, odd = 2 * pair, smaller(2 * pair + 1, tokens - 1)
             one = factors[even]
@@ -56,10 +55,12 @@ def lay() -> Any:
             for strip in range(strips):
                 first = strip * ACROSS
                 count = smaller(ACROSS, features - first)
-                word = words[strip, pair]
+                here = array_at(a[0] + 2 * (even * features + first), count, np.uint16)
+                beside = array_at(a[0] + 2 * (odd * features + first), count, np.uint16)
+                word = array_at(a[2] + 4 * (strip * pairs + pair) * ACROSS, ACROSS, np.uint32)
                 for c in range(count):
-                    low = np.uint32(narrow(wide(rows[even, first + c]) * one))
-                    word[c] = low | np.uint32(narrow(wide(rows[odd, first + c]) * other)) << np.uint32(16)
+                    low = np.uint32(narrow(wide(here[c]) * one))
+                    word[c] = low | np.uint32(narrow(wide(beside[c]) * other)) << np.uint32(16)
                 for c in range(count, ACROSS):
                     word[c] = 0
 
@@ -77,9 +78,7 @@ def multiply() -> Any:
         a = array_at(arguments, 5, np.int64)
         pairs, features = a[3], a[4]
         strips = (features + ACROSS - 1) // ACROSS
-        total = array_at(a[1], (features, features), np.float32)
         tile_at = a[2] + 4 * thread * TILE * ACROSS
-        tile = array_at(tile_at, (TILE, ACROSS), np.float32)
         number = 0
         for down in range(strips):
             for across in range(down, strips):
@@ -97,7 +96,9 @@ def multiply() -> Any:
                         sums = add_pairs(sums, own + at, 4, beside + at, 4 * LANES)
                     keep(sums, tile_at, 4 * ACROSS)
                     for r in range(smaller(TILE, features - row)):
+                        total = array_at(a[1] + 4 * ((row + r) * features + first), width, np.float32)
+                        tile = array_at(tile_at + 4 * r * ACROSS, width, np.float32)
                         for c in range(width):
-                            total[row + r, first + c] += tile[r, c]
+                            total[c] += tile[c]
 
     return operation(kernel)

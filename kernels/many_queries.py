@@ -83,15 +83,10 @@ def mix() -> Any:
         heads, queries, window, kv_heads, positions = a[8], a[9], a[10], a[11], a[12]
         dim, length, wide = a[13], a[14], a[15]
         scale = array_at(a[7], 1, np.float32)[0]
-        y = array_at(a[5], (queries, heads, dim), np.uint16)
         scores_at = a[6] + 4 * thread * ROWS * (length + length // 2 + wide + dim // 2)
         shares_at = scores_at + 4 * ROWS * length
         mixed_at = shares_at + 2 * ROWS * length
         asked_at = mixed_at + 4 * ROWS * wide
-        scores = array_at(scores_at, (ROWS, length), np.float32)
-        shares = array_at(shares_at, (ROWS, length), np.uint16)
-        mixed = array_at(mixed_at, (ROWS, wide), np.float32)
-        asked = array_at(asked_at, (ROWS, dim), np.uint16)
         blocks = -(-queries // ROWS)
         for job in range(thread, heads * blocks, threads):
             head, first = job // blocks, job % blocks * ROWS
@@ -102,8 +97,9 @@ def mix() -> Any:
             for r in range(ROWS):
                 at = first + smaller(r, count - 1)
                 query = array_at(a[0] + 2 * (head * a[1] + at * a[2]), dim, np.uint16)
+                asked = array_at(asked_at + 2 * r * dim, dim, np.uint16)
                 for c in range(dim):
-                    asked[r, c] = query[c]
+                    asked[c] = query[c]
             group = head // (heads // kv_heads)
             keys, values = a[3] + 2 * group * length * dim, a[4] + 2 * group * length * wide
             for strip in range(start, end, ACROSS):
@@ -114,24 +110,29 @@ def mix() -> Any:
                         total = add_pairs(total, asked_at + 2 * row * dim + 4 * pair, 2 * dim, word, 2 * LANES * dim)
                     keep(total, scores_at + 4 * (row * length + strip), 4 * length)
             for r in range(count):
+                # Loops begin with 0: Numba reads what may be negative one by one, as it may count from the end.
                 last = before + r + 1
-                seen = larger(0, last - window) if window else 0
-                own, share = scores[r], shares[r]
-                for at in range(start, end):
-                    if (at < seen) | (at >= last):
-                        own[at] = -np.inf
-                highest = load(scores_at + 4 * (r * length + start))
+                first_seen = larger(start, last - window) if window else start
+                own_at, share_at = scores_at + 4 * r * length, shares_at + 2 * r * length
+                for part_at, part_end in ((start, first_seen), (last, end)):
+                    own = array_at(own_at + 4 * part_at, part_end - part_at, np.float32)
+                    share = array_at(share_at + 2 * part_at, part_end - part_at, np.uint16)
+                    for at in range(part_end - part_at):
+                        own[at], share[at] = -np.inf, 0
+                highest = load(own_at + 4 * start)
                 for at in range(start + LANES, end, LANES):
-                    highest = larger_lanes(highest, load(scores_at + 4 * (r * length + at)))
+                    highest = larger_lanes(highest, load(own_at + 4 * at))
                 top = largest_lane(highest) * scale
+                own = array_at(own_at + 4 * first_seen, last - first_seen, np.float32)
+                share = array_at(share_at + 2 * first_seen, last - first_seen, np.uint16)
                 total_share, wrong = np.float32(0), np.float32(0)
-                for at in range(start, end):
-                    unseen = (at < seen) | (at >= last)
-                    score = top if unseen else own[at] * scale
-                    part = np.float32(0) if unseen else exponential(score - top)
+                for at in range(last - first_seen):
+                    score = own[at] * scale
+                    part = exponential(score - top)
                     wrong += score * np.float32(0)
                     total_share += part
                     share[at] = narrow(part)
+                own = array_at(own_at, 2, np.float32)
                 own[0] = total_share
                 own[1] = wrong
             for column in range(0, wide, ACROSS):
@@ -142,9 +143,12 @@ def mix() -> Any:
                         total = add_pairs(total, shares_at + 2 * row * length + 4 * pair, 2 * length, words, 4 * LANES)
                     keep(total, mixed_at + 4 * (row * wide + column), 4 * wide)
             for r in range(count):
-                inverse, wrong = np.float32(1) / scores[r, 0], scores[r, 1]
+                own = array_at(scores_at + 4 * r * length, 2, np.float32)
+                inverse, wrong = np.float32(1) / own[0], own[1]
+                row_of_y = array_at(a[5] + 2 * dim * ((first + r) * heads + head), dim, np.uint16)
+                row_of_mixed = array_at(mixed_at + 4 * r * wide, dim, np.float32)
                 for c in range(dim):
-                    y[first + r, head, c] = narrow(mixed[r, c] * inverse + wrong)
+                    row_of_y[c] = narrow(row_of_mixed[c] * inverse + wrong)
 
     return operation(kernel, **REORDERED)
 
