@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit import kernels
 from quantkit.errors import CalibrationError
 
-CHUNK_TOKENS = 512
+CHUNK_TOKENS = 1024
 PANEL_COLUMNS = 256
 TOKEN_SHARE = 0.25
 

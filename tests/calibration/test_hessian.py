@@ -57,7 +57,7 @@ def test_threads_do_not_change_the_bytes() -> None:
 def test_bfloat16_inputs_are_summed_in_float32() -> None:
     x = _inputs(2000).bfloat16()
     result, expected = _finish(x), _finish(x.float())
-    assert (result - expected).abs().max() < 1e-6 * expected.diagonal().max()
+    assert (result - expected).abs().max() < 4e-6 * expected.diagonal().max()
 
 
 @pytest.mark.parametrize("token_share", [0.0, 0.25])
