@@ -155,7 +155,7 @@ class CpuBackend(ReferenceBackend):
     def attends_many(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         fits = q.shape[-2] >= FEW_QUERIES and q.shape[-1] == v.shape[-1] and q.shape[-1] % 2 == 0
         plain = all(part.dtype == torch.bfloat16 and not part.requires_grad for part in (q, k, v))
-        return many_queries.HAS_PAIR_PRODUCTS and fits and plain
+        return HAS_PAIR_PRODUCTS and fits and plain
 
     def attend_many(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0) -> Tensor:
         if not self.attends_many(q, k, v):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantkit.kernels.lanes import FLOAT, I32, LANES, VECTOR, element, vector_of, vectors
 from quantkit.kernels.operations import REORDERED, narrow
-from quantkit.kernels.pairs import ACROSS, HAS_PAIR_PRODUCTS, TILE, add_pairs, keep
+from quantkit.kernels.pairs import ACROSS, TILE, add_pairs, keep
 from quantkit.kernels.program import Program, operation
 from quantkit.kernels.views import array_at, exponential, larger, smaller
 

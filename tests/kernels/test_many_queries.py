@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import many_queries
+from quantkit.kernels.pairs import HAS_PAIR_PRODUCTS
 
 pytestmark = pytest.mark.skipif(
-    not many_queries.HAS_PAIR_PRODUCTS, reason="this processor multiplies no pairs of bfloat16: torch attends"
+    not HAS_PAIR_PRODUCTS, reason="this processor multiplies no pairs of bfloat16: torch attends"
 )
 
 

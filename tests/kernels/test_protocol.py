@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quantkit import kernels
 from quantkit.errors import FormatError
-from quantkit.kernels import many_queries, multiply
+from quantkit.kernels import multiply
+from quantkit.kernels.pairs import HAS_PAIR_PRODUCTS
 from quantkit.kernels.protocol import WIDTHS, Backend, Exl2Weight, GptqWeight
 
 # The CPU kernels are swept a second time as on a processor that cannot multiply bytes.
@@ -269,7 +270,7 @@ def test_attend_many(
 def test_attends_many(backend: Backend) -> None:
     """Never what it does not compute: gradients, other dtypes, heads of keys and values that differ."""
     q, k = torch.zeros(4, 40, 64, dtype=torch.bfloat16), torch.zeros(2, 40, 64, dtype=torch.bfloat16)
-    assert backend.attends_many(q, k, k) == (backend.name == "cpu" and many_queries.HAS_PAIR_PRODUCTS)
+    assert backend.attends_many(q, k, k) == (backend.name == "cpu" and HAS_PAIR_PRODUCTS)
     assert not backend.attends_many(q.float(), k.float(), k.float())
     assert not backend.attends_many(q.clone().requires_grad_(), k, k)
     assert not backend.attends_many(q, k, k[:, :, :32])
@@ -292,7 +293,7 @@ def test_add_gram(backend: Backend, tokens: int, features: int, dtype: torch.dty
 def test_adds_gram(backend: Backend) -> None:
     """Never float32 rows, nor sums in float64, whose digits it has not."""
     rows, total = torch.zeros(4, 40, dtype=torch.bfloat16), torch.zeros(40, 40)
-    assert backend.adds_gram(total, rows) == (backend.name == "cpu" and many_queries.HAS_PAIR_PRODUCTS)
+    assert backend.adds_gram(total, rows) == (backend.name == "cpu" and HAS_PAIR_PRODUCTS)
     assert not backend.adds_gram(total, rows.float()) and not backend.adds_gram(total.double(), rows)
 
 

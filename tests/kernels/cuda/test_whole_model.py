@@ -12,7 +12,7 @@ import quantkit
 from quantkit import kernels
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.quantize import run
-from quantkit.kernels import many_queries
+from quantkit.kernels import cpu
 from quantkit.kernels.cuda import CudaBackend
 from quantkit.progress import Silent
 from quantkit.settings import QuantizeSettings
@@ -27,7 +27,7 @@ def quantize(model: Path, out: Path) -> None:
 
 
 def test_quantize_and_run(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(many_queries, "HAS_PAIR_PRODUCTS", False)  # one attention for both: labels are drawn from it
+    monkeypatch.setattr(cpu, "HAS_PAIR_PRODUCTS", False)  # one attention for both: labels are drawn from it
     model = tiny.write_model(tmp_path / "model", dtype="bfloat16")
     quantize(model, tmp_path / "expected")
     expected = quantkit.load(tmp_path / "expected", dtype=torch.bfloat16)(IDS)
