@@ -189,11 +189,12 @@ class Rotary:
 
     def turn(self, rope: Rope, x: Tensor) -> Tensor:
         """Heads `[rows, heads, s, head_dim]` rotated, in float32; elements from `rope.dim` on are left as they are."""
-        cos, sin = (table[:, None] for table in self.tables[rope])
-        x = x.to(torch.float32)
+        x = x.transpose(1, 2)  # as linears leave them: the heads of a token lie side by side
+        cos, sin = (table[:, :, None] for table in self.tables[rope])
         half = rope.dim // 2
-        first, second, rest = x[..., :half], x[..., half : rope.dim], x[..., rope.dim :]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+        first, second = x[..., :half].to(torch.float32), x[..., half : rope.dim].to(torch.float32)
+        turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
+        return torch.cat((*turned, x[..., rope.dim :].to(torch.float32)), dim=-1).transpose(1, 2)
 
 
 def _lengths(positions: Tensor, length: int | Tensor | None) -> Tensor:
