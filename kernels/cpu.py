@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.kernels import columns, gram, integers, many_queries, multiply
+from quantkit.kernels import columns, gram, integers, many_queries, multiply, rotation
 from quantkit.kernels.integers import BLOCK_ROWS
 from quantkit.kernels.jit import LEAST_WORK, spread, targets
 from quantkit.kernels.pairs import HAS_PAIR_PRODUCTS
@@ -161,6 +161,15 @@ class CpuBackend(ReferenceBackend):
         if not self.attends_many(q, k, v):
             return super().attend_many(q, k, v, scale=scale, window=window)
         return many_queries.attend(q, k, v, scale=scale, window=window, threads=torch.get_num_threads())
+
+    def turns_heads(self, x: Tensor, dtype: torch.dtype) -> bool:
+        plain = x.device.type == "cpu" and not x.requires_grad and x.stride(3) == 1
+        return plain and x.dtype == dtype == torch.bfloat16 and x.shape[1] >= FEW_QUERIES
+
+    def turn_heads(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self.turns_heads(x, dtype):
+            return super().turn_heads(x, cos, sin, dtype)
+        return rotation.turn(x, cos, sin, threads=torch.get_num_threads())
 
     def adds_gram(self, total: Tensor, rows: Tensor) -> bool:
         plain = rows.device.type == "cpu" and not rows.requires_grad

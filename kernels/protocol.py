@@ -12,6 +12,7 @@ first, and code k is its bits `[bits·k, bits·k + bits)`, least significant bit
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -116,6 +117,15 @@ class Backend(Protocol):
         What is no finite number in a query, or in what it sees, comes out of it as NaN; such a value may come out of
         queries just before it as well.
         """
+
+    def turns_heads(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether `turn_heads` is for heads like these, and faster than torch's operations."""
+
+    def turn_heads(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        """Heads `[b, s, heads, d]` of many tokens rotated in float32 and rounded to `dtype`: pair i of a head is
+        (element i, element i + pairs), and elements from 2·pairs on are left alone; cos and sin float32 [b or 1, s,
+        pairs]. Every operation is rounded, so that all backends give the same bits. (Su et al. 2021, RoFormer, section
+        3.4.2)"""
 
     def adds_gram(self, total: Tensor, rows: Tensor) -> bool:
         """Whether `add_gram` is for tensors like these, and faster than torch's products in float32."""

@@ -108,6 +108,15 @@ class ReferenceBackend:
         shares = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
         return (shares @ v.to(torch.float32)[:, None]).flatten(0, 1).transpose(0, 1).to(q.dtype)
 
+    def turns_heads(self, x: Tensor, dtype: torch.dtype) -> bool:
+        return False
+
+    def turn_heads(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        cos, sin, pairs = cos[:, :, None], sin[:, :, None], cos.shape[2]
+        first, second = x[..., :pairs].to(torch.float32), x[..., pairs : 2 * pairs].to(torch.float32)
+        turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
+        return torch.cat((*turned, x[..., 2 * pairs :].to(torch.float32)), dim=-1).to(dtype)
+
     def adds_gram(self, total: Tensor, rows: Tensor) -> bool:
         return False
 

@@ -61,7 +61,7 @@ class Attention:
         q, k, v = (self._heads(part) for part in self.inputs(x, observe))
         if self.norms:
             q, k = self.norms["q"](q), self.norms["k"](k)
-        q, k = (rotary.turn(self.rope, part).to(v.dtype) for part in (q, k))
+        q, k = (rotary.turn(self.rope, part, v.dtype) for part in (q, k))
         if cache is None:
             mixed = attend(q, k, v, scale=self.scale, window=self.window, cap=self.cap)
         else:

@@ -18,6 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from quantkit import kernels
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -187,14 +189,17 @@ class Rotary:
             return self
         return Rotary({rope: (cos.to(device), sin.to(device)) for rope, (cos, sin) in self.tables.items()})
 
-    def turn(self, rope: Rope, x: Tensor) -> Tensor:
-        """Heads `[rows, heads, s, head_dim]` rotated, in float32; elements from `rope.dim` on are left as they are."""
+    def turn(self, rope: Rope, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Heads `[rows, heads, s, head_dim]` rotated in float32 and rounded to `dtype`; elements from `rope.dim` on are
+        left as they are."""
         x = x.transpose(1, 2)  # as linears leave them: the heads of a token lie side by side
-        cos, sin = (table[:, :, None] for table in self.tables[rope])
-        half = rope.dim // 2
+        cos, sin = self.tables[rope]
+        if x.device.type == "cpu" and (backend := kernels.backend("cpu")).turns_heads(x, dtype):
+            return backend.turn_heads(x, cos, sin, dtype).transpose(1, 2)
+        cos, sin, half = cos[:, :, None], sin[:, :, None], rope.dim // 2
         first, second = x[..., :half].to(torch.float32), x[..., half : rope.dim].to(torch.float32)
         turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
-        return torch.cat((*turned, x[..., rope.dim :].to(torch.float32)), dim=-1).transpose(1, 2)
+        return torch.cat((*turned, x[..., rope.dim :].to(torch.float32)), dim=-1).to(dtype).transpose(1, 2)
 
 
 def _lengths(positions: Tensor, length: int | Tensor | None) -> Tensor:
