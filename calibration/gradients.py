@@ -35,7 +35,8 @@ class StageGradients:
     """One stage and one batch of tokens.
 
     inputs   float32 [m, in]: what its linears read
-    outputs  float32 [m, out] of each linear, in the order of the stage: the gradients of the summed loss of all tokens
+    outputs  [m, out] of each linear, in its dtype and the order of the stage: the gradients of the summed loss of all
+             tokens
     tokens   int64 [m]: where these tokens are in the text, row after row
     """
 
@@ -205,7 +206,7 @@ def draw_labels(probabilities: Tensor, chances: Tensor) -> Tensor:
 def _through(
     block: Block, hidden: Tensor, rotary: Rotary, gradient: Tensor
 ) -> tuple[Tensor, list[tuple[Activations, tuple[Tensor, ...]]]]:
-    """The gradient at the input of a block from that at its output, and those at the linears, float32 `[m, out]`."""
+    """The gradient at the input of a block from that at its output, and those at the linears, `[m, out]`."""
     seen: list[Activations] = []
     entering = hidden.detach().requires_grad_()
     with torch.enable_grad():
@@ -214,6 +215,6 @@ def _through(
     into, *found = torch.autograd.grad(leaving, [entering, *outputs], gradient)
     left = iter(found)
     return into, [
-        (activations, tuple(next(left).flatten(0, -2).to(torch.float32) for _ in activations.outputs))
+        (activations, tuple(next(left).flatten(0, -2) for _ in activations.outputs))
         for activations in seen
     ]

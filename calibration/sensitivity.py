@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit import kernels
 from quantkit.calibration.gradients import StageGradients, run_backward
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import Architecture, Stage, block_of
@@ -152,28 +153,33 @@ class _Squares:
         counts = torch.unique_consecutive(found.tokens // self._length, return_counts=True)[1].tolist()
         for (name, squares), gradients in zip(self._linears.items(), found.outputs, strict=True):
             for energy, part in zip(energies.split(counts), gradients.split(counts), strict=True):
-                own = part.square()
+                own = part.to(torch.float32).square()
                 sums = (energy @ own).double().cpu()
                 if not bool(torch.isfinite(sums).all()):
                     raise CalibrationError(f"the gradients at `{name}` are not finite", hint="use `--dtype fp32`")
                 self.outputs[name] = self.outputs.get(name, 0) + sums
                 squares.append(own.sum(1).cpu())
-                self._add_covariance(name, part * energy.sqrt()[:, None])
+                self._add_covariance(name, part, energy.sqrt())
         self._energies.append(energies.cpu())
         self._tokens.append(found.tokens)
 
     def take_covariances(self, tokens: int) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
         """Nothing more is to come: hands them over and forgets them."""
         for name in list(self._sums):
-            yield name, tuple((chunk / tokens).bfloat16().cpu() for chunk in self._sums.pop(name))
+            chunks = ((chunk.triu() + chunk.triu(1).T) / tokens for chunk in self._sums.pop(name))
+            yield name, tuple(chunk.bfloat16().cpu() for chunk in chunks)
 
-    def _add_covariance(self, name: str, rows: Tensor) -> None:
-        """Of the sums, the chunks on the diagonal."""
+    def _add_covariance(self, name: str, rows: Tensor, factors: Tensor) -> None:
+        """Of the sums, the chunks on the diagonal, and of those what is on and above it."""
         parts = rows.split(chunk_sizes(rows.shape[1]), dim=1)
         if name not in self._sums:
-            self._sums[name] = [rows.new_zeros(part.shape[1], part.shape[1]) for part in parts]
+            self._sums[name] = [factors.new_zeros(part.shape[1], part.shape[1]) for part in parts]
         for chunk, part in zip(self._sums[name], parts, strict=True):
-            chunk.addmm_(part.T, part)
+            if part.device.type == "cpu" and (backend := kernels.backend("cpu")).adds_gram(chunk, part):
+                backend.add_gram(chunk, part, factors)
+            else:
+                scaled = part.to(torch.float32) * factors[:, None]
+                chunk.addmm_(scaled.T, scaled)
 
     def token_weights(self) -> TokenWeights:
         energies = torch.cat(self._energies).double()

@@ -161,3 +161,26 @@ def test_covariances_can_be_handed_over_block_by_block_and_are_not_held_then(tmp
 def test_chunks_are_as_few_and_as_equal_as_can_be() -> None:
     assert sensitivity.chunk_sizes(512) == [512] and sensitivity.chunk_sizes(576) == [288, 288]
     assert sensitivity.chunk_sizes(1537) == [385, 384, 384, 384] and sensitivity.chunk_sizes(1) == [1]
+
+
+def test_covariances_of_gradients_in_bfloat16_are_those_of_their_values(tmp_path: Path) -> None:
+    """Products of pairs of bfloat16, where the processor has them, round a gradient that its token scales once more."""
+    path = tiny.write_model(tmp_path / "model", tokenizer=False)
+    checkpoint = open_checkpoint(path)
+    place = checkpoint, ModelConfig.read(checkpoint.config), catalog.find(checkpoint.config)
+    own, found = {**PLACE, "dtype": torch.bfloat16}, {}
+    result = sensitivity.measure(*place, ROWS, **own)
+    run_backward(*place, ROWS, lambda seen: found.setdefault(seen.stage.name, []).append(seen), **own)
+    for batches in found.values():
+        energies = torch.cat([seen.inputs for seen in batches]).double().square().sum(1)
+        for number, linear in enumerate(batches[0].stage.linears):
+            assert batches[0].outputs[number].dtype == torch.bfloat16
+            gradients_there = torch.cat([seen.outputs[number] for seen in batches]).double()
+            whole = (gradients_there * energies[:, None]).T @ gradients_there / ROWS.numel()
+            scale = whole.diagonal().sqrt() + 1e-30
+            start = 0
+            for chunk in result.covariances[linear]:
+                assert torch.equal(chunk, chunk.T)
+                here = slice(start, start := start + len(chunk))
+                error = (chunk.double() - whole[here, here]).abs() / (scale[here, None] * scale[here])
+                assert error.max() < 2**-7  # of what is kept, and of two factors
