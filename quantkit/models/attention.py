@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit import kernels
+from quantkit.models import attention_gradient
 from quantkit.models.fan import Fan, Observe
 from quantkit.models.norm import Norm
 from quantkit.models.rope import Rope, Rotary
@@ -95,6 +96,9 @@ def attend(
     queries, positions = q.shape[2], k.shape[2]
     if window is not None and window + sinks >= positions:
         window = None
+    if cap is None and window is None and attention_gradient.applies(q, k, v):
+        mixed = attend(q.detach(), k.detach(), v.detach(), scale=scale)
+        return attention_gradient.with_gradient(q, k, v, mixed, scale)
     if q.device.type == "cpu" and cap is None and not (window and sinks):
         backend = kernels.backend("cpu")
         if backend.attends_many(q, k, v):

@@ -76,3 +76,25 @@ def test_what_is_no_number_comes_out_and_stays_in_its_row(
     got = attend(q.to(dtype), k.to(dtype), v.to(dtype), scale=0.4, cap=cap)
     assert got[0].isfinite().all()
     assert got[1, :, -1].isnan().any()
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_gradients_in_bfloat16_are_those_of_the_definition(window: int | None) -> None:
+    """600 queries are two and a half pieces; a window beyond the text is none."""
+    generator = torch.Generator().manual_seed(8)
+    q, k, v, back = (torch.randn(2, heads, 600, 16, generator=generator) for heads in (6, 2, 2, 6))
+    parts = [part.to(torch.bfloat16).requires_grad_() for part in (q, k, v)]
+    exact = [part.detach().double().requires_grad_() for part in parts]
+    attend(*parts, scale=0.4, window=window).backward(back.to(torch.bfloat16))
+    attend(*exact, scale=0.4).backward(back.to(torch.bfloat16).double())
+    for found, expected in zip(parts, exact, strict=True):
+        assert found.grad.dtype == torch.bfloat16
+        assert (found.grad.double() - expected.grad).norm() < 0.01 * expected.grad.norm()
+
+
+def test_a_state_that_is_no_number_leaves_no_finite_gradient_behind() -> None:
+    q, k, v = (torch.randn(1, 2, 300, 8).to(torch.bfloat16) for _ in "qkv")
+    k[0, 0, 5, 0] = float("nan")
+    k.requires_grad_()
+    attend(q, k, v, scale=0.4).sum().backward()
+    assert not torch.isfinite(k.grad).all()
