@@ -6,7 +6,7 @@
 // Reference: ReferenceBackend.gptq_dequantize
 // Traffic:   in·out·BITS/8 read, in·out·2 written; scales and zeros come from L1 after their first use
 // Needs:     sm_75
-// Budget:    64 registers, 0 bytes shared, 256 threads
+// Budget:    72 registers, 0 bytes shared, 256 threads
 // Variants:  BITS=2,3,4,5,6,8 COLUMNS=1,4 SCALE=F16,BF16,F32
 #include "scales.cuh"
 #include "stream.cuh"

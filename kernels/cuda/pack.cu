@@ -5,7 +5,7 @@
 // Reference: ReferenceBackend.pack
 // Traffic:   in·out bytes read, in·out·BITS/8 bytes written
 // Needs:     sm_75
-// Budget:    48 registers, 0 bytes shared, 256 threads
+// Budget:    64 registers, 0 bytes shared, 256 threads
 // Variants:  BITS=2,3,4,5,6,8 COLUMNS=1,4
 #include "stream.cuh"
 
