@@ -80,7 +80,7 @@ def test_what_is_no_number_comes_out_and_stays_in_its_row(
 
 @pytest.mark.parametrize("window", [None, 700])
 def test_gradients_in_bfloat16_are_those_of_the_definition(window: int | None) -> None:
-    """600 queries are two and a half pieces; a window beyond the text is none."""
+    """600 queries are four pieces and a part; a window beyond the text is none."""
     generator = torch.Generator().manual_seed(8)
     q, k, v, back = (torch.randn(2, heads, 600, 16, generator=generator) for heads in (6, 2, 2, 6))
     parts = [part.to(torch.bfloat16).requires_grad_() for part in (q, k, v)]
