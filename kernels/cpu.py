@@ -248,7 +248,7 @@ def _multiply_many(x: Tensor, planes: Planes) -> Tensor:
     decoding = Program()
     for section in planes.sections:
         operands = (*section.operands, order, rows, panel, place)
-        decoding.add(multiply.panel(section.bits, kind, section.scales.dtype.type), operands, waits=False)
+        decoding.add(multiply.panel(section.bits, kind, section.scale_kind), operands, waits=False)
     for start in range(0, out, PANEL_COLUMNS):
         columns = min(PANEL_COLUMNS, out - start)
         place[:] = start // STRIP, columns // STRIP

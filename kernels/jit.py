@@ -48,8 +48,8 @@ def kept(made: Any, function: Callable[..., Any]) -> Any:
 
 class KernelFiles(FunctionCache):
     """Numba's files of what it has compiled. None of them is worth a failure: a damaged one, such as a full disk or a
-    power cut leaves, is written anew, and what cannot be written is compiled again next time. What older sources left of
-    the same kernel is removed."""
+    power cut leaves, is written anew, and what cannot be written is compiled again next time. What older sources left
+    of the same kernel is removed."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:

@@ -67,6 +67,11 @@ class Section:
         return self.low, self.high, self.scales, self.zeros, self.starts, self.offset
 
     @property
+    def scale_kind(self) -> type[np.generic]:
+        """np.uint16 for the bits of float16, or np.float32."""
+        return np.uint16 if self.scales.dtype == np.uint16 else np.float32
+
+    @property
     def operands(self) -> tuple[np.ndarray | int, ...]:
         """What the operations of `multiply.py` take of it, in their order."""
         strips, units, groups = *self.low.shape[:2], self.scales.shape[1]
