@@ -7,34 +7,39 @@ states of one batch at every block, and for each scale three numbers.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from quantkit import heap
 from quantkit.errors import CalibrationError
 from quantkit.formats.codec import StoredTensor
 from quantkit.models.architecture import FINAL_NORM, Architecture
+from quantkit.models.block import Block, read_block
 from quantkit.models.config import ModelConfig
+from quantkit.models.feedforward import GatedMLP
 from quantkit.models.rope import Rotary
 from quantkit.models.source import Device, Source
-from quantkit.models.transformer import Head, load_block, load_embedding, load_head
+from quantkit.models.transformer import Head, load_embedding, load_head
 from quantkit.progress import Progress
 
-BATCH_TOKENS = 4096
-SCALE_RATE = NORM_RATE = 1e-3
-WARM_UP = 2
-FIRST_MOMENT, SECOND_MOMENT, TINY = 0.9, 0.99, 1e-8
-PREDICTIONS_AT_ONCE = 512
+BATCH_TOKENS = 512
+READ_TOKENS = 4096
+RATE, RATE_OF_A_BIT = 8e-4, 3.0
+FIRST_MOMENT, SECOND_MOMENT, TINY = 0.8, 0.99, 1e-8
+PREDICTIONS_AT_ONCE = 128
+HELD_BYTES = 256 << 20
+"""Of codes that are read once, not whenever a block runs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedLinear:
     """A weight as `steps[j] · scale[group[j]]`.
 
-    steps  int16 [in, out]: code minus zero point
+    steps  int16 or int8 [in, out]: code minus zero point
     group  int64 [in]: the group of each row
     scale  float32 [groups, out]
     bias   [out], or None
@@ -45,6 +50,15 @@ class RoundedLinear:
     scale: Tensor
     bias: Tensor | None
 
+    @property
+    def in_runs(self) -> bool:
+        """Whether groups are of neighbouring rows, as many in each."""
+        count, groups = len(self.group), len(self.scale)
+        if count % groups:
+            return False
+        runs = torch.arange(groups, device=self.group.device).repeat_interleave(count // groups)
+        return torch.equal(self.group, runs)
+
 
 class Rounded(Protocol):
     """The rounded linears of a model, by name."""
@@ -52,6 +66,10 @@ class Rounded(Protocol):
     @property
     def scales(self) -> Mapping[str, Tensor]:
         """Of every rounded linear, float32 [groups, out]."""
+
+    @property
+    def bits(self) -> Mapping[str, int]:
+        """Of a code of each."""
 
     def linear(self, name: str) -> RoundedLinear:
         """One of them."""
@@ -85,7 +103,8 @@ def tune(
     progress: Progress,
     around: Source | None = None,
 ) -> Tuned:
-    """Go `passes` times through a text `rows`, int64 `[rows, length]`, in an order that `seed` draws.
+    """Go `passes` times through a text `rows`, int64 `[rows, length]`, in an order that `seed` draws, with a step after
+    every `BATCH_TOKENS`: many small steps were worth more than few sure ones.
 
     around  all else that the rounded linears are to work with, which stays as it is: norms too. By default that is the
             original, whose norms are tuned
@@ -102,9 +121,11 @@ def tune(
         descent = _Descent(student.leaves, steps=passes * math.ceil(len(rows) / batch))
         course = []
         with progress.task("tune", total=passes * len(rows)) as task:
-            targets = torch.cat([teacher.hidden(part)[-1].cpu() for part in rows.split(batch)])
+            together = max(1, READ_TOKENS // rows.shape[1])
+            targets = torch.cat([teacher.leaving(part).cpu() for part in rows.split(together)])
             for number in range(passes):
                 lost = 0.0
+                heap.give_back()
                 for chosen in torch.randperm(len(rows), generator=generator).split(batch):
                     loss = learner.descend(rows[chosen], targets[chosen].to(device), teacher.head)
                     if not math.isfinite(loss):
@@ -116,13 +137,41 @@ def tune(
         return Tuned(student.scales(), student.tuned_norms(), tuple(course))
 
 
-class _Scaled(StoredTensor):
-    """A rounded weight whose scale is part of a graph."""
+def divergences(
+    original: Source,
+    candidates: Sequence[Source],
+    config: ModelConfig,
+    architecture: Architecture,
+    rows: Tensor,
+    *,
+    dtype: torch.dtype,
+    device: Device,
+) -> tuple[float, ...]:
+    """Mean KL of each model from the original over a text, int64 `[rows, length]`; all of them in `dtype`."""
+    dtype = torch.bfloat16 if dtype == torch.float16 else dtype
+    with torch.inference_mode(False), torch.no_grad():
+        teacher = _Reader(original, config, architecture, dtype, device)
+        batches = rows.split(max(1, READ_TOKENS // rows.shape[1]))
+        head, targets = teacher.head, [teacher.leaving(batch).cpu() for batch in batches]
+        found = []
+        for candidate in candidates:
+            heap.give_back()
+            reader = _Reader(candidate, config, architecture, dtype, device)
+            lost = [
+                len(batch) * reader.distance(reader.leaving(batch), target.to(device), head)
+                for batch, target in zip(batches, targets, strict=True)
+            ]
+            found.append(sum(lost) / len(rows))
+    return tuple(found)
 
-    def __init__(self, linear: RoundedLinear, scale: Tensor) -> None:
+
+class _Scaled(StoredTensor):
+    """A rounded weight whose scale is part of a graph. Where its product is `unread`, gradients alone are right."""
+
+    def __init__(self, linear: RoundedLinear, scale: Tensor, *, unread: bool = False) -> None:
         self.in_features, self.out_features = linear.steps.shape
         self.bias = linear.bias
-        self._linear, self._scale = linear, scale
+        self._linear, self._scale, self._unread = linear, scale, unread
 
     def tensors(self) -> dict[str, Tensor]:
         raise AssertionError("this form is for tuning alone")
@@ -134,32 +183,41 @@ class _Scaled(StoredTensor):
         linear = self._linear
         bias = None if linear.bias is None else linear.bias.to(device)
         moved = RoundedLinear(linear.steps.to(device), linear.group.to(device), linear.scale.to(device), bias)
-        return _Scaled(moved, self._scale.to(device))
+        return _Scaled(moved, self._scale.to(device), unread=self._unread)
+
+    def without_product(self) -> "_Scaled":
+        return _Scaled(self._linear, self._scale, unread=True)
 
     def matmul(self, x: Tensor) -> Tensor:
-        y: Tensor = _Multiply.apply(x, self._scale, self._linear)
+        y: Tensor = _Multiply.apply(x, self._scale, self._linear, self._unread)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class _Multiply(torch.autograd.Function):
-    """`x · (steps · scale)`, with the weight made anew on the way back instead of kept."""
+    """`x · (steps · scale)`, its gradients by two products of matrices."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, linear: RoundedLinear) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        ctx.linear = linear
-        return x @ _weight(linear, scale, x.dtype)
+    def forward(ctx: Any, x: Tensor, scale: Tensor, linear: RoundedLinear, unread: bool) -> Tensor:
+        weight = _weight(linear, scale, x.dtype)
+        ctx.save_for_backward(x, weight)
+        ctx.linear, ctx.shape = linear, scale.shape
+        return x.new_zeros(len(x), weight.shape[1]) if unread else x @ weight
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, scale = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
         (gradient,), linear = gradients, ctx.linear
         of_weight = (x.T @ gradient).to(torch.float32).mul_(linear.steps)
-        of_scale = torch.zeros_like(scale).index_add_(0, linear.group, of_weight)
-        return gradient @ _weight(linear, scale, x.dtype).T, of_scale, None
+        if linear.in_runs:
+            of_scale = of_weight.unflatten(0, (ctx.shape[0], -1)).sum(1)
+        else:
+            of_scale = of_weight.new_zeros(ctx.shape).index_add_(0, linear.group, of_weight)
+        return gradient @ weight.T, of_scale, None, None
 
 
 def _weight(linear: RoundedLinear, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if linear.in_runs:
+        return (linear.steps.unflatten(0, (len(scale), -1)) * scale[:, None]).to(dtype).flatten(0, 1)
     return (linear.steps * scale[linear.group]).to(dtype)
 
 
@@ -176,7 +234,8 @@ class _Student:
         *,
         norms: bool = True,
     ) -> None:
-        self._around, self._rounded = around, rounded
+        self._around, self._rounded, self._device = around, rounded, device
+        self._held: dict[str, RoundedLinear] = {}
         self._offset = architecture.norm_offset
         names = [name for index in range(config.num_layers) for name in architecture.norms(config, index)]
         tuned = (*names, FINAL_NORM) if norms else ()
@@ -188,8 +247,11 @@ class _Student:
 
     @property
     def leaves(self) -> list[tuple[Tensor, float]]:
-        """With the rate of each."""
-        return [(leaf, SCALE_RATE if name in self._scales else NORM_RATE) for name, leaf in self._changes.items()]
+        """With the rate of each: what there is to gain grows with the variance that rounding has added, which about
+        doubles twice for each bit less. Norms serve all linears, and go at their mean."""
+        rates = {name: RATE * RATE_OF_A_BIT ** (4 - bits) for name, bits in self._rounded.bits.items()}
+        usual = sum(rates.values()) / max(1, len(rates))
+        return [(leaf, rates.get(name, usual)) for name, leaf in self._changes.items()]
 
     def scales(self) -> dict[str, Tensor]:
         return {name: self._scale(name).detach().cpu() for name in self._scales}
@@ -207,7 +269,19 @@ class _Student:
     def linear(self, name: str) -> StoredTensor:
         if name not in self._scales:
             return self._around.linear(name)
-        return _Scaled(self._rounded.linear(name), self._scale(name))
+        return _Scaled(self._linear(name), self._scale(name))
+
+    def _linear(self, name: str) -> RoundedLinear:
+        """Held in memory from its first use on, as long as there is room."""
+        if name in self._held:
+            return self._held[name]
+        linear = self._rounded.linear(name)
+        if self._rounded.bits[name] < 8:  # steps of 8 bits go to 255 on either side
+            linear = replace(linear, steps=linear.steps.to(torch.int8))
+        linear = replace(linear, steps=linear.steps.to(self._device), group=linear.group.to(self._device))
+        if sum(held.steps.nbytes for held in self._held.values()) + linear.steps.nbytes <= HELD_BYTES:
+            self._held[name] = linear
+        return linear
 
     def _scale(self, name: str) -> Tensor:
         return self._scales[name] * (1 + self._changes[name])
@@ -235,7 +309,14 @@ class _Reader:
         rotary = self._rotary(ids)
         states = [self._embedding(ids.to(self._device))]
         for index in range(self._place[1].num_layers):
-            states.append(load_block(*self._place, index, self._dtype, self._device).forward(states[-1], rotary))
+            states.append(self._block(index).forward(states[-1], rotary))
+        return states
+
+    def leaving(self, ids: Tensor) -> Tensor:
+        """The last of them alone."""
+        rotary, states = self._rotary(ids), self._embedding(ids.to(self._device))
+        for index in range(self._place[1].num_layers):
+            states = self._block(index).forward(states, rotary)
         return states
 
     def descend(self, ids: Tensor, target: Tensor, teacher: Head) -> float:
@@ -245,11 +326,20 @@ class _Reader:
         for index in reversed(range(len(states))):
             entering = states.pop().requires_grad_()
             with torch.enable_grad():
-                block = load_block(*self._place, index, self._dtype, self._device)
-                block.forward(entering, rotary).backward(gradient)
+                _through(self._block(index)).forward(entering, rotary).backward(gradient)
             assert entering.grad is not None
             gradient = entering.grad
         return loss
+
+    def distance(self, hidden: Tensor, target: Tensor, teacher: Head) -> float:
+        """Mean KL of this model's predictions from the teacher's."""
+        pieces = zip(*(states.flatten(0, 1).split(PREDICTIONS_AT_ONCE) for states in (hidden, target)), strict=True)
+        head = self.head
+        total = sum(divergence_and_slope(teacher(other), head(own))[0] for own, other in pieces)
+        return total / (hidden.shape[0] * hidden.shape[1])
+
+    def _block(self, index: int) -> Block:
+        return read_block(*self._place, index, self._dtype, self._device)
 
     def _divergence(self, hidden: Tensor, target: Tensor, teacher: Head) -> tuple[float, Tensor]:
         """Mean KL of this model's predictions from the teacher's, and its gradient at `hidden`."""
@@ -258,23 +348,50 @@ class _Reader:
             head = self.head
         pieces = zip(*(states.flatten(0, 1).split(PREDICTIONS_AT_ONCE) for states in (hidden, target)), strict=True)
         for own, other in pieces:
-            wanted = teacher(other).log_softmax(-1)
             own = own.detach().requires_grad_()
             with torch.enable_grad():
-                found = head(own).log_softmax(-1)
-                loss = (wanted.exp() * (wanted - found)).sum() / count
-                loss.backward(retain_graph=True)
+                found = head(own)
+            lost, slope = divergence_and_slope(teacher(other), found.detach())
+            found.backward(slope.div_(count), retain_graph=True)
             assert own.grad is not None
             gradients.append(own.grad)
-            total += float(loss.detach())
-        return total, torch.cat(gradients).reshape(hidden.shape)
+            total += lost
+        return total / count, torch.cat(gradients).reshape(hidden.shape)
 
     def _rotary(self, ids: Tensor) -> Rotary:
         return Rotary.at(self._place[1].ropes, torch.arange(ids.shape[1], device=self._device)[None])
 
 
+def _through(block: Block) -> Block:
+    """The same block for a gradient at what it adds to its states, without the product that only makes these states."""
+    if not isinstance(block.mlp, GatedMLP) or block.after_mlp is not None:
+        return block
+    for linear in block.mlp.output.linears:
+        if isinstance(linear.stored, _Scaled):
+            linear.replace(linear.stored.without_product())
+    return block
+
+
+def divergence_and_slope(wanted: Tensor, found: Tensor) -> tuple[float, Tensor]:
+    """Of logits, float32 `[n, vocab]`: `Σ KL(softmax(wanted) || softmax(found))` over the n predictions, and its
+    gradient at `found`, which is the difference of the two softmaxes. Both logits are lost.
+
+    KL is `Σ p · (wanted - found)` less what the two are normalised by; a normaliser is the largest logit less the
+    logarithm of its probability.
+    """
+    p, q = wanted.softmax(-1), found.softmax(-1)
+    total = float((_normaliser(found, q) - _normaliser(wanted, p)).sum(dtype=torch.float64))
+    total += float(torch.linalg.vecdot(p, wanted.sub_(found)).sum(dtype=torch.float64))
+    return total, q.sub_(p)
+
+
+def _normaliser(logits: Tensor, probabilities: Tensor) -> Tensor:
+    likeliest, place = probabilities.max(-1, keepdim=True)
+    return logits.gather(-1, place) - likeliest.log()
+
+
 class _Descent:
-    """Adam (arXiv 1412.6980) with a warm-up and a rate that falls to nothing in a straight line."""
+    """Adam (arXiv 1412.6980) with a rate that falls to nothing in a straight line."""
 
     def __init__(self, leaves: list[tuple[Tensor, float]], steps: int) -> None:
         self._leaves, self._steps, self._done = leaves, steps, 0
@@ -282,7 +399,7 @@ class _Descent:
 
     def step(self) -> None:
         """Moves every leaf against its gradient, which it takes away."""
-        share = min(1 - self._done / self._steps, (self._done + 1) / WARM_UP)
+        share = 1 - self._done / self._steps
         self._done += 1
         unbias = 1 - FIRST_MOMENT**self._done, 1 - SECOND_MOMENT**self._done
         for (leaf, rate), (first, second) in zip(self._leaves, self._moments, strict=True):

@@ -91,8 +91,9 @@ def quantize(
             "--effort",
             help="nearest: rounded, without calibration, in seconds. fast: errors are passed on to where they do least "
             "harm, about two forward passes over the text. default: and tokens and outputs weighed by their gradients, "
-            "about four more over 8,192 tokens. best: GPTQ only, and scales and norms tuned to what the original says, "
-            "about sixteen to twenty more over the whole text; the least damage.",
+            "about four more over 8,192 tokens; with GPTQ, scales and norms tuned to what the original says, about six "
+            "more over 6,144. best: GPTQ only, and tuned four times over the whole text, about twenty more; the least "
+            "damage.",
         ),
     ] = "default",
     bpw: Annotated[

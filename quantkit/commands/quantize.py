@@ -61,7 +61,7 @@ from quantkit.commands.quantization.resumption import (
 from quantkit.commands.quantization.sensitivity import RunBackward, run_backward
 from quantkit.commands.quantization.steps import UNCHANGED, put_together, solve_steps, solved_blocks
 from quantkit.commands.quantization.target import fit_target
-from quantkit.commands.quantization.tuning import tune_result
+from quantkit.commands.quantization.tuning import is_tuned, tune_result
 from quantkit.job.identity import identify, remembered
 from quantkit.job.job import Facts, Job
 from quantkit.progress import Progress, Tqdm
@@ -141,7 +141,8 @@ def run(
         require_finite(checkpoint, progress)
         weighed = gradients() if effort.weighs else None
         solve_steps(job, kept, weighed.found if weighed else None, progress)
-        changes, tuning = tune_result(job, kept, settings.seed, progress) if effort.tunes else (UNCHANGED, None)
+        tunes = is_tuned(job, effort)
+        changes, tuning = tune_result(job, kept, effort, settings.seed, progress) if tunes else (UNCHANGED, None)
         results, receipt = put_together(job, kept, writer, changes)
         files = _finish(job, writer, receipt, facts, settings.calibration, made_by, progress)
         tell_excess(settings.max_memory, peak_memory(), progress)

@@ -135,7 +135,7 @@ class GptqTensor(RepackedTensor[GptqWeight]):
         """The same codes on other scales, floats [groups, out]. Raises FormatError where float16 cannot hold them."""
         own = scales.to(torch.float16)
         if not bool(torch.isfinite(own).all()):
-            raise FormatError("a scale is beyond what float16 holds", hint="use `--effort default`")
+            raise FormatError("a scale is beyond what float16 holds", hint="use `--effort fast`")
         weight = self._stored()
         return GptqTensor(GptqWeight(weight.words, own, weight.zeros, weight.group, weight.bits), self._kept)
 

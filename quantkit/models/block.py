@@ -111,6 +111,18 @@ def load_block(
     Those who stream read a block when they have left another: what that one has freed is given back first.
     """
     heap.give_back()
+    return read_block(source, config, architecture, index, dtype, device)
+
+
+def read_block(
+    source: Source,
+    config: ModelConfig,
+    architecture: Architecture,
+    index: int,
+    dtype: torch.dtype,
+    device: Device = "cpu",
+) -> Block:
+    """The same for those who go through few tokens again and again, whom giving memory back would cost more."""
     specs = architecture.block_linears(config, index)
     norms = {
         name.removeprefix(f"model.layers.{index}."): Norm.read(

@@ -35,6 +35,7 @@ class Held:
 
     def __init__(self, path: Path, bits: int = 2) -> None:
         self.linears: dict[str, RoundedLinear] = {}
+        self._bits = bits
         for name, linear in Model.load(*parts(path), torch.float32).linears.items():
             order = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(linear.in_features))
             codes = solve(linear.weight()[order], None, GptqCodec(bits=bits, group_size=32, sym=False)).codes
@@ -50,6 +51,10 @@ class Held:
     @property
     def scales(self) -> Mapping[str, torch.Tensor]:
         return {name: linear.scale for name, linear in self.linears.items()}
+
+    @property
+    def bits(self) -> Mapping[str, int]:
+        return dict.fromkeys(self.linears, self._bits)
 
     def linear(self, name: str) -> RoundedLinear:
         return self.linears[name]

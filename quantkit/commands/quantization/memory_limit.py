@@ -15,7 +15,7 @@ import torch
 
 from quantkit import heap
 from quantkit.calibration.gradients import BATCH_TOKENS, LOGITS_AT_ONCE
-from quantkit.commands.quantization.effort import Effort
+from quantkit.commands.quantization.effort import EFFORTS, UNTUNED, Effort
 from quantkit.commands.quantization.fallback import levels
 from quantkit.commands.quantization.job import Subject, on_gpu
 from quantkit.commands.quantization.memory_budget import DEFAULT, FEW_TOKENS, SPILL_BYTES, WALK_TOKENS, Budget
@@ -35,8 +35,6 @@ def within_memory(
     than usual. Raises UsageError for what the limit is not held over, CalibrationError as `limited` does."""
     if settings.max_memory is None and not on_gpu(subject.placement):
         return subject
-    if settings.max_memory is not None and effort.tunes:
-        raise UsageError("`--max-memory` does not hold for tuning", hint="use `--effort default` with it")
     if settings.max_memory is not None and settings.evaluate:
         raise UsageError("`--max-memory` does not hold for the comparison at the end", hint="add `--no-eval`")
     planned = settings.plan is not None or settings.measurement is not None or settings.redo is not None
@@ -53,7 +51,8 @@ def within_memory(
     if subject.budget != DEFAULT and not on_gpu(subject.placement):
         apart = ", linears and their Hessians one by one" if subject.budget.apart else ""
         progress.say(f"memory: batches of {subject.budget.walk_tokens} tokens{apart}")
-    return subject
+    left_out = settings.max_memory is not None and settings.format == "gptq" and EFFORTS[effort.name].tunes
+    return replace(subject, notes=(*subject.notes, UNTUNED)) if left_out else subject
 
 
 def tell_excess(limit: int | None, taken: int, progress: Progress) -> None:

@@ -28,6 +28,7 @@ from quantkit.commands.quantization.redo_result import require_alone
 from quantkit.commands.quantization.rehearsal import Rehearsal, rehearse
 from quantkit.commands.quantization.resumption import job_place, read_result
 from quantkit.commands.quantization.target import fit_target
+from quantkit.commands.quantization.tuning import is_tuned
 from quantkit.errors import CalibrationError
 from quantkit.measurement import MeasuredLinear, Measurement
 from quantkit.mix_plan import plan_mixes, require_no_dense
@@ -166,7 +167,8 @@ def _rehearsed(
     measured = max((len(linear.candidates) for linear in expected.linears), default=0) if expected else 0
     candidates = measured or len(settings.free_widths)
     before = time.monotonic() - start[0], time.process_time() - start[1]  # the real run does all of it, too
-    rehearsal = rehearse(job, progress, weighs=weighs, solves=1 + candidates)
+    tunes = effort if is_tuned(job, effort) else None
+    rehearsal = rehearse(job, progress, weighs=weighs, solves=1 + candidates, tunes=tunes)
     seconds, cpu_seconds = rehearsal.seconds + before[0], rehearsal.cpu_seconds + before[1]
     rehearsal = replace(rehearsal, seconds=seconds, cpu_seconds=cpu_seconds)
     memory = machine_memory()

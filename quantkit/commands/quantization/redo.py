@@ -73,11 +73,10 @@ from quantkit.commands.quantization.steps import (
     solved_linears,
 )
 from quantkit.commands.quantization.tuning import STEP as TUNE_STEP
-from quantkit.commands.quantization.tuning import tune_result
+from quantkit.commands.quantization.tuning import is_tuned, tune_result
 from quantkit.errors import GateError
 from quantkit.job.identity import ModelIdentity, identify, remembered
 from quantkit.job.job import Facts, Job
-from quantkit.models.architecture import HEAD
 from quantkit.models.source import Source
 from quantkit.models.transformer import Model
 from quantkit.progress import Progress
@@ -168,9 +167,9 @@ def run(
         require_finite(subject.checkpoint, progress)
         weighed = gradients() if effort.weighs else None
         solve_steps(job, kept, weighed.found if weighed else None, progress)
-        tunes = effort.tunes and ready.redo.names != {HEAD}
+        tunes = is_tuned(job, effort)
         changes, tuning = (
-            tune_result(job, kept, settings.seed, progress) if tunes else (UNCHANGED, None)
+            tune_result(job, kept, effort, settings.seed, progress) if tunes else (UNCHANGED, None)
         )
         judgement = None if unseen is None else _judge(ready, kept, unseen, progress)
         results, size = solved_linears(kept), as_finished(ready.previous.checkpoint, ready.previous.made).size_bytes

@@ -23,9 +23,11 @@ from quantkit.calibration.sensitivity import Sensitivity, chunk_sizes
 from quantkit.calibration.stream import ActivationStream
 from quantkit.checkpoint.receipt import digest_of, digest_of_values
 from quantkit.commands.quantization.block import SolvedLinear, round_block, solve_block, solve_head
+from quantkit.commands.quantization.effort import Effort
 from quantkit.commands.quantization.fallback import Descent, Fallback
 from quantkit.commands.quantization.hessians import count_passes
 from quantkit.commands.quantization.job import QuantizeJob, Subject, on_gpu
+from quantkit.commands.quantization.tuning_cost import rehearse_tuning, tuning_bytes
 from quantkit.models.architecture import HEAD, block_of
 from quantkit.models.fan import Activations
 from quantkit.models.transformer import Block, Rotary, load_block, load_embedding, load_head
@@ -71,26 +73,35 @@ class Rehearsal:
 
 @torch.inference_mode()
 def rehearse(
-    job: QuantizeJob, progress: Progress, *, weighs: bool, solves: int = 1, walks: int | None = None
+    job: QuantizeJob,
+    progress: Progress,
+    *,
+    weighs: bool,
+    solves: int = 1,
+    walks: int | None = None,
+    tunes: Effort | None = None,
 ) -> Rehearsal:
     """Rehearse a job.
 
     weighs  gradients are needed
+    tunes   the effort, where its tuning follows
     solves  how often each linear is solved: once, or for each candidate of a measurement and once more
     walks   how often the text goes through the blocks, by default once, and once more where there is a measurement
     """
     descent = Descent(job.subject, progress)
     descent.begin("rehearsal")
-    found = descent.run(lambda own: _rehearsed(replace(job, subject=own), progress, weighs, solves, walks))
+    found = descent.run(lambda own: _rehearsed(replace(job, subject=own), progress, weighs, solves, walks, tunes))
     return replace(found, fallbacks=tuple(descent.found()))
 
 
-def _rehearsed(job: QuantizeJob, progress: Progress, weighs: bool, solves: int, walks: int | None) -> Rehearsal:
+def _rehearsed(
+    job: QuantizeJob, progress: Progress, weighs: bool, solves: int, walks: int | None, tunes: Effort | None
+) -> Rehearsal:
     placement = job.subject.placement
     if on_gpu(placement):
         torch.cuda.reset_peak_memory_stats(placement.device)
     calibrated = len(job.subject.rows) > 0
-    parts = 4 + job.has_head + weighs if calibrated else 2
+    parts = 4 + job.has_head + weighs + (tunes is not None) if calibrated else 2
     with progress.task("rehearse a block", total=parts) as task:
         spent, each, tokens = _walk(job, task, weighs, solves, walks)
         backward = torch.zeros(2)
@@ -98,6 +109,10 @@ def _rehearsed(job: QuantizeJob, progress: Progress, weighs: bool, solves: int, 
             backward = _backward(job.subject, each[1])
             task.advance(note="gradients")
         peak = peak_memory() + _states_in_memory(job.subject, weighs)
+        if tunes is not None and calibrated:
+            spent = spent + rehearse_tuning(job, tunes, _timed)
+            peak = max(peak, peak_memory() + tuning_bytes(job, tunes))
+            task.advance(note="tuning")
         seconds, cpu_seconds = (spent + backward).tolist()
     ends = float(each[0, 0]), float(backward[0])
     return Rehearsal(seconds, cpu_seconds, *ends, peak, tokens, device_peak_memory(placement))

@@ -14,7 +14,7 @@ from quantkit.commands.quantization.fallback import Fallback
 from quantkit.commands.quantization.memory_budget import FEW_TOKENS
 from quantkit.plan import Plan, kind_of
 
-UNTUNED = "tuning was no gain on unseen text: all is as `--effort default` leaves it"
+UNTUNED = "tuning was no gain on unseen text: scales and norms are as they were before"
 WAYS = ("own", "all", "none")
 EXPERT_COLUMNS = ["block", "experts", "fewest", "median", "most", "solved with own", "with all tokens", "rounded"]
 
@@ -92,7 +92,8 @@ class Tuning:
         return self.kl_after < self.kl_before
 
     def rows(self) -> list[list[str]]:
-        what = f"{self.passes} passes over {self.tokens:,} tokens, {self.seconds:.0f} s, CPU {self.cpu_seconds:.0f} s"
+        passes = "1 pass" if self.passes == 1 else f"{self.passes} passes"
+        what = f"{passes} over {self.tokens:,} tokens, {self.seconds:.0f} s, CPU {self.cpu_seconds:.0f} s"
         change = f"KL {self.kl_before:.4f} before, {self.kl_after:.4f} after"
         return [["tuning", f"{what}; {change}{'' if self.kept else ': not kept'}"]]
 

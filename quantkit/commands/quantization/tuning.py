@@ -1,7 +1,8 @@
-"""The end of `--effort best`: scales and norms of the rounded model are tuned, and kept only if unseen text agrees.
+"""The end of `--effort default` and `best`: scales and norms of the rounded model are tuned, if unseen text agrees.
 
 What is tuned is rounded as the files hold it, and both models are held against the original over text that calibration
-never sees. Where the tuned one is no nearer there, the model stays as it was, and the report says so.
+never sees, in the arithmetic of calibration. Where the tuned one is no nearer there, the model stays as it was, and the
+report says so.
 """
 
 import time
@@ -11,13 +12,13 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from quantkit.calibration.tuning import RoundedLinear, Tuned, tune
+from quantkit.calibration.tuning import RoundedLinear, Tuned, divergences, tune
 from quantkit.checkpoint.receipt import digest_of_values
+from quantkit.commands.quantization.effort import Effort
 from quantkit.commands.quantization.fallback import Descent
 from quantkit.commands.quantization.job import QuantizeJob, held_back_rows
 from quantkit.commands.quantization.report import Tuning
 from quantkit.commands.quantization.steps import Changes, solved_homes, solved_steps
-from quantkit.evaluators import divergence
 from quantkit.formats import gptq
 from quantkit.formats.codec import StoredTensor
 from quantkit.formats.dense import DenseTensor
@@ -25,33 +26,38 @@ from quantkit.formats.gptq import GptqCodec, GptqTensor
 from quantkit.job.job import Job
 from quantkit.models.architecture import HEAD
 from quantkit.models.source import Source
-from quantkit.models.transformer import Model
-from quantkit.progress import Progress, Silent
+from quantkit.progress import Progress
 
 STEP = "tune"
-PASSES = 4
-JUDGED_WINDOWS, JUDGED_LENGTH = 8, 512
+JUDGED_WINDOWS, JUDGED_LENGTH = 4, 512
 
 
-def tune_result(job: QuantizeJob, kept: Job, seed: int, progress: Progress) -> tuple[Changes, Tuning]:
-    """Tune the linears that the steps of `kept` hold, unless it has been done; in a redo their scales alone. The head
-    is left as it is.
+def is_tuned(job: QuantizeJob, effort: Effort) -> bool:
+    """Whether tuning follows: something else than the head is solved."""
+    return effort.tunes > 0 and any(linear.name != HEAD for linear in job.work)
+
+
+def tune_result(
+    job: QuantizeJob, kept: Job, effort: Effort, seed: int, progress: Progress
+) -> tuple[Changes, Tuning]:
+    """Tune the linears that the steps of `kept` hold as an effort says, unless it has been done; in a redo their scales
+    alone. The head is left as it is.
 
     Raises CalibrationError where states or gradients are not finite.
     """
     descent = Descent(job.subject, progress)
     descent.begin("tuning")
     return descent.run(
-        lambda subject: _tuned(replace(job, subject=subject), kept, seed, progress, descent), whole=True
+        lambda subject: _tuned(replace(job, subject=subject), kept, effort, seed, progress, descent), whole=True
     )
 
 
 def _tuned(
-    job: QuantizeJob, kept: Job, seed: int, progress: Progress, descent: Descent
+    job: QuantizeJob, kept: Job, effort: Effort, seed: int, progress: Progress, descent: Descent
 ) -> tuple[Changes, Tuning]:
     if not kept.has(STEP):
         start = time.monotonic(), time.process_time()
-        subject = job.subject
+        subject, rows = job.subject, effort.tuned(job.subject.rows)
         rounded = _KeptLinears(job, kept)
         around = subject.checkpoint if job.redo is None else job.redo.outcome(solved_homes(kept))
         tuned = tune(
@@ -59,8 +65,8 @@ def _tuned(
             rounded,
             subject.config,
             subject.architecture,
-            subject.rows,
-            PASSES,
+            rows,
+            effort.tunes,
             seed=seed,
             dtype=subject.placement.dtype,
             device=subject.placement.device,
@@ -68,9 +74,16 @@ def _tuned(
             around=None if job.redo is None else around,
         )
         windows = held_back_rows(subject, JUDGED_WINDOWS, JUDGED_LENGTH)
-        before = _judge(job, _Result(around, rounded, None), windows)
         result = _Result(around, rounded, tuned)
-        after = _judge(job, result, windows)
+        before, after = divergences(
+            subject.checkpoint,
+            (_Result(around, rounded, None), result),
+            subject.config,
+            subject.architecture,
+            windows,
+            dtype=subject.placement.dtype,
+            device=subject.placement.device,
+        )
         with kept.step(STEP) as step:
             weights = {}
             if after < before:
@@ -78,19 +91,11 @@ def _tuned(
                     step.add(name, tensor)
                 weights = result.digests()
             spent = time.monotonic() - start[0], time.process_time() - start[1]
-            report = Tuning(PASSES, subject.rows.numel(), tuned.course, before, after, *spent)
+            report = Tuning(effort.tunes, rows.numel(), tuned.course, before, after, *spent)
             step.finish({"report": asdict(report), "weights": weights, "fallbacks": descent.noted()})
     value = kept.value(STEP)
     report = Tuning(**{**value["report"], "course": tuple(value["report"]["course"])})
     return Changes(dict(kept.tensors(STEP)), value["weights"]), report
-
-
-def _judge(job: QuantizeJob, source: Source, windows: Tensor) -> float:
-    subject = job.subject
-    place = subject.config, subject.architecture, torch.float32, subject.placement.device
-    with torch.inference_mode():
-        original, candidate = (Model.stream(model, *place) for model in (subject.checkpoint, source))
-        return divergence.compare(original, candidate, windows, Silent()).kl_mean
 
 
 class _KeptLinears:
@@ -105,6 +110,7 @@ class _KeptLinears:
             found["name"]: step for step in solved_steps(kept) for found in kept.value(step)["linears"]
         }
         self._read: tuple[str, dict[str, Tensor]] = ("", {})
+        self.bits = {name: settings.bits for name, settings in self._settings.items()}
         self.scales = {name: self.stored(name).tensors()["scales"].to(torch.float32) for name in self._settings}
 
     def module(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""`--effort best`: what tuning changes in a result, and that it stays away where it does not pay."""
+"""`--effort default` and `best`: what tuning changes in a result, and that it stays away where it does not pay."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import torch
 from quantkit.calibration import tuning
 from quantkit.calibration.tuning import Tuned
 from quantkit.checkpoint.reader import open_checkpoint
+from quantkit.commands.quantization import effort
 from quantkit.commands.quantization import tuning as tuning_of_results
 from quantkit.commands.quantization.report import QuantizeReport
 from quantkit.commands.quantize import run
@@ -18,8 +19,8 @@ from quantkit.settings import QuantizeSettings
 TEXT = {"samples": 8, "length": 64, "dtype": "fp32", "bits": 2, "group_size": 32, "sym": False}
 
 
-def quantize(model: Path, out: Path, effort: str = "best", **options) -> QuantizeReport:
-    settings = QuantizeSettings(str(model), out, **{"effort": effort, "evaluate": False, **TEXT, **options})
+def quantize(model: Path, out: Path, preset: str = "best", **options) -> QuantizeReport:
+    settings = QuantizeSettings(str(model), out, **{"effort": preset, "evaluate": False, **TEXT, **options})
     report = run(settings, Silent())
     assert isinstance(report, QuantizeReport)
     return report
@@ -57,6 +58,22 @@ def test_only_scales_and_norms_change(family: str, options: dict, tmp_path: Path
     assert report.as_json()["tuning"]["kept"] is True
 
 
+def test_default_tunes_once_over_the_first_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(effort, "TUNED_TOKENS", 4 * 64)
+    model = tiny.write_model(tmp_path / "model")
+    report = quantize(model, tmp_path / "default", "default")
+    assert report.tuning is not None and (report.tuning.passes, report.tuning.tokens) == (1, 4 * 64)
+    assert report.tuning.kept and not any("tuned" in remark for remark in report.remarks())
+
+
+def test_with_a_limit_of_memory_default_is_not_tuned_and_says_so(tmp_path: Path) -> None:
+    model = tiny.write_model(tmp_path / "model")
+    report = quantize(model, tmp_path / "limited", "default", max_memory=8 << 30)
+    assert report.tuning is None
+    assert any("not tuned" in remark and "--max-memory" in remark for remark in report.remarks())
+    assert not any("tuned" in remark for remark in quantize(model, tmp_path / "fast", "fast", max_memory=8 << 30).remarks())
+
+
 def test_same_seed_same_bytes(tmp_path: Path) -> None:
     model = tiny.write_model(tmp_path / "model")
     for name in ("first", "second"):
@@ -66,14 +83,14 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
 
 def test_what_is_no_gain_on_unseen_text_is_not_kept_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.write_model(tmp_path / "model")
-    quantize(model, tmp_path / "default", "default")
+    quantize(model, tmp_path / "limited", "default", max_memory=8 << 30)
 
     def spoil(original, rounded, *place, **settings) -> Tuned:
         return Tuned({name: 3 * scale for name, scale in rounded.scales.items()}, {}, (0.5,))
 
     monkeypatch.setattr(tuning_of_results, "tune", spoil)
     report = quantize(model, tmp_path / "best")
-    assert not differing(tmp_path / "default", tmp_path / "best")
+    assert not differing(tmp_path / "limited", tmp_path / "best")
     assert any("no gain on unseen text" in remark for remark in report.remarks())
     assert report.as_json()["tuning"]["kept"] is False
     assert any("not kept" in cell for row in report.rows() for cell in row)
