@@ -33,11 +33,12 @@ def parts(path: Path) -> tuple[Any, ModelConfig, Any]:
 class Held:
     """Every linear of the blocks, rounded to nearest and held in memory; rows of a group are scattered."""
 
-    def __init__(self, path: Path, bits: int = 2) -> None:
+    def __init__(self, path: Path, bits: int = 2, *, scattered: bool = True) -> None:
         self.linears: dict[str, RoundedLinear] = {}
         self._bits = bits
         for name, linear in Model.load(*parts(path), torch.float32).linears.items():
             order = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(linear.in_features))
+            order = order if scattered else order.sort().values
             codes = solve(linear.weight()[order], None, GptqCodec(bits=bits, group_size=32, sym=False)).codes
             zeros = torch.stack([grid.zero for grid in codes.grids])
             group = torch.empty(linear.in_features, dtype=torch.int64)
@@ -113,10 +114,12 @@ def whole(path: Path, held: Held, rows: torch.Tensor) -> tuple[float, dict[str, 
     return float(loss.detach()), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
+@pytest.mark.parametrize("scattered", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_one_graph(family: str, tmp_path: Path) -> None:
+def test_gradients_are_those_of_one_graph(family: str, scattered: bool, tmp_path: Path) -> None:
     path = tiny.write_model(tmp_path / "model", family, dtype="float32")
-    held = Held(path)
+    held = Held(path, scattered=scattered)
+    assert all(linear.in_runs != scattered for linear in held.linears.values() if len(linear.scale) > 1)
     expected, gradients = whole(path, held, ROWS)
     original, config, architecture = parts(path)
     with torch.no_grad():
@@ -157,6 +160,36 @@ def test_same_seed_same_result_and_the_seed_matters(tmp_path: Path, monkeypatch:
     first, again, other = (run(path, held, passes=1, seed=seed) for seed in (5, 5, 6))
     assert all(torch.equal(first.scales[name], scale) for name, scale in again.scales.items())
     assert any(not torch.equal(first.scales[name], scale) for name, scale in other.scales.items())
+
+
+def test_codes_that_are_not_held_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny.write_model(tmp_path / "model", dtype="float32")
+    held = Held(path)
+    usual = run(path, held, passes=1)
+    monkeypatch.setattr(tuning, "HELD_BYTES", 0)
+    assert all(torch.equal(usual.scales[name], scale) for name, scale in run(path, held, passes=1).scales.items())
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 400.0])
+def test_divergence_and_slope_are_those_of_autograd(spread: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    wanted, found = (spread * torch.randn(7, 300, generator=generator) for _ in "pq")
+    leaf = found.double().requires_grad_()
+    expected = (wanted.double().softmax(-1) * (wanted.double().log_softmax(-1) - leaf.log_softmax(-1))).sum()
+    expected.backward()
+    total, slope = tuning.divergence_and_slope(wanted.clone(), found.clone())
+    assert total == pytest.approx(float(expected), rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(slope.double(), leaf.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_models_are_held_against_the_original_over_a_text(tmp_path: Path) -> None:
+    path = tiny.write_model(tmp_path / "model", dtype="float32")
+    held, (original, config, architecture) = Held(path), parts(path)
+    with torch.no_grad():
+        student = tuning._Student(original, held, config, architecture, "cpu")
+    place = {"dtype": torch.float32, "device": "cpu"}
+    same, rounded = tuning.divergences(original, (original, student), config, architecture, ROWS, **place)
+    assert same == pytest.approx(0, abs=1e-6) and rounded == pytest.approx(whole(path, held, ROWS)[0], rel=1e-4)
 
 
 def test_an_expert_that_no_token_reaches_stays_as_it_is(tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def test_every_family_is_quantized_and_loads_again(family: str, tmp_path: Path) 
         assert (after.dense(name).float() - kept).abs().max() < 0.03 * kept.abs().max()
     untouched = set(before.names()) - {name for linear in before.linears() for name in before.tensors_of(linear)}
     assert untouched <= set(after.names())
-    assert all(torch.equal(after.tensor(name), before.tensor(name)) for name in untouched)
+    changed = {name for name in untouched if not torch.equal(after.tensor(name), before.tensor(name))}
+    assert all("norm" in name for name in changed), "norms are tuned"
     reference, candidate = quantkit.load(source)(IDS), quantkit.load(tmp_path / "out")(IDS)
     assert (reference - candidate).abs().mean() < 0.05 * reference.std()
 
