@@ -239,7 +239,7 @@ def _multiply_many(x: Tensor, planes: Planes) -> Tensor:
     bfloat16 is multiplied as bfloat16, which processors with such instructions do more than twice as fast; everything
     else as float32.
     """
-    dtype, kind = (torch.bfloat16, np.uint16) if x.dtype == torch.bfloat16 else (torch.float32, np.float32)
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     (m, rows), out = x.shape, planes.out_features
     inputs, y = x.to(dtype), torch.empty(m, out, dtype=dtype)
     panel = torch.empty(rows * min(out, PANEL_COLUMNS), dtype=dtype)
@@ -248,7 +248,7 @@ def _multiply_many(x: Tensor, planes: Planes) -> Tensor:
     decoding = Program()
     for section in planes.sections:
         operands = (*section.operands, order, rows, panel, place)
-        decoding.add(multiply.panel(section.bits, kind, section.scale_kind), operands, waits=False)
+        decoding.add(multiply.panel(section.bits, 8 * dtype.itemsize, section.scale_bits), operands, waits=False)
     for start in range(0, out, PANEL_COLUMNS):
         columns = min(PANEL_COLUMNS, out - start)
         place[:] = start // STRIP, columns // STRIP

@@ -53,7 +53,7 @@ class Rounded:
                 *(y, y.shape[1], column, (0 if index else 1 if bias is None else 2), bias),
             )
             assert y.shape[1] >= column + section.out_features
-            product = multiply.integer_product(section.bits, block, section.scale_kind)
+            product = multiply.integer_product(section.bits, block, section.scale_bits)
             program.add(product, operands, waits=False)
 
 

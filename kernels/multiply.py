@@ -46,20 +46,23 @@ from quantkit.kernels.program import operation
 from quantkit.kernels.views import array_at
 
 QUADS = UNIT // 4
+# Floats of 16 bits are handled as these: Numba has none on a CPU.
+BITS_OF = {16: np.uint16, 32: np.float32}
 # A product of 64 unsigned with 64 signed bytes, summed by fours, in one instruction.
 HAS_BYTE_PRODUCTS = targets("avx512vnni")
 
 
 @cache
-def integer_product(bits: int, rows: int, stored: type[np.generic]) -> Any:
-    """The operation that adds `x · weight` of one section to y, `rows` rows at a time; its scales are `stored` as
-    np.uint16, the bits of float16, or np.float32.
+def integer_product(bits: int, rows: int, scale_bits: int) -> Any:
+    """The operation that adds `x · weight` of one section to y, `rows` rows at a time; its scales are float16 or
+    float32.
 
     Operands: codes, scales and sums of x as `rounding.round_rows` makes them, m, units; low, high, scales, zeros of the
     section; strips, its units, groups, whether zeros are one for all; starts, offset; y float32 [m, width], width,
     first column; what y becomes first: 1 zeros, 2 bias, 0 stays; bias float32. m is a multiple of `rows`.
     """
     width, upper = PLANES[bits]
+    stored = BITS_OF[scale_bits]
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
         a = array_at(arguments, 20, np.int64)
@@ -122,15 +125,16 @@ def float_dot(bits: int, rows: int) -> Callable[..., Any]:
 
 
 @cache
-def panel(bits: int, kind: type[np.generic], stored: type[np.generic]) -> Any:
-    """The operation that dequantizes columns of one section into a panel [in, columns], `kind` np.float32 or np.uint16,
-    the bits of bfloat16; scales as for `integer_product`.
+def panel(bits: int, value_bits: int, scale_bits: int) -> Any:
+    """The operation that dequantizes columns of one section into a panel [in, columns], bfloat16 or float32; scales as
+    for `integer_product`.
 
     Operands: low, high, scales, zeros of the section; strips, its units, groups, whether zeros are one for all; starts,
     offset; int64 [in], the row of the panel for each row of the weight, and in; the panel; int64 [2], the strip of the
     weight at which the panel starts, and its strips.
     """
     width, upper = PLANES[bits]
+    kind, stored = BITS_OF[value_bits], BITS_OF[scale_bits]
 
     def kernel(thread, threads, arguments):  # type: ignore[no-untyped-def]
         a = array_at(arguments, 14, np.int64)

@@ -67,9 +67,9 @@ class Section:
         return self.low, self.high, self.scales, self.zeros, self.starts, self.offset
 
     @property
-    def scale_kind(self) -> type[np.generic]:
-        """np.uint16 for the bits of float16, or np.float32."""
-        return np.uint16 if self.scales.dtype == np.uint16 else np.float32
+    def scale_bits(self) -> int:
+        """16 or 32."""
+        return 8 * self.scales.itemsize
 
     @property
     def operands(self) -> tuple[np.ndarray | int, ...]:

@@ -88,5 +88,7 @@ def _linears(job: QuantizeJob, layers: int) -> Mapping[str, LinearSpec]:
 
 
 def _groups(job: QuantizeJob, spec: LinearSpec) -> int:
-    size = job.codecs[spec.name].settings.group_size
+    codec = job.codecs[spec.name]
+    assert isinstance(codec, GptqCodec)
+    size = codec.settings.group_size
     return 1 if size < 0 else ceil(spec.in_features / size)
