@@ -5,6 +5,7 @@ from functools import cache
 
 from quantkit.errors import BackendError
 from quantkit.kernels.protocol import Backend
+from quantkit.kernels.team import keep_whole
 
 NAMES = ("cpu", "reference", "cuda")
 VARIABLE = "QUANTKIT_BACKEND"
@@ -16,6 +17,7 @@ def backend(device: str = "cpu", name: str | None = None) -> Backend:
     `name` (`cpu`, `reference`, `cuda`), or else the environment variable QUANTKIT_BACKEND, overrides the choice. Raises
     BackendError for a backend that cannot be used here; never falls back from one that was asked for by name.
     """
+    keep_whole()
     return _choose(str(device).split(":")[0], name or os.environ.get(VARIABLE) or None)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 HOME = os.getpid()
 
 
@@ -41,6 +43,32 @@ def torch_team(process: int) -> Team | None:
         return None
     parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
     return Team(parallel, number, size)
+
+
+def keep_whole() -> None:
+    """For the thread that calls it: torch has as many threads as it says. A product of bfloat16 is cut for so many, and
+    where OMP_THREAD_LIMIT, OMP_DYNAMIC or OMP_MAX_ACTIVE_LEVELS lets OpenMP bring fewer, the parts of the others are
+    never computed: torch returns what was in the memory before."""
+    symbols = _settings()
+    if symbols is None:
+        return
+    symbols.omp_set_dynamic(0)
+    most = symbols.omp_get_thread_limit() if symbols.omp_get_max_active_levels() > 0 else 1
+    if 0 < most < torch.get_num_threads():
+        torch.set_num_threads(most)
+
+
+@cache
+def _settings() -> ctypes.CDLL | None:
+    """The OpenMP runtime of torch; None where it cannot be found."""
+    try:
+        symbols = ctypes.CDLL(None)
+        for name in ("omp_set_dynamic", "omp_get_thread_limit", "omp_get_max_active_levels"):
+            symbols[name]
+    except (AttributeError, OSError, TypeError):
+        return None
+    symbols.omp_set_dynamic.argtypes, symbols.omp_set_dynamic.restype = [ctypes.c_int], None
+    return symbols
 
 
 def address_of(function: Any) -> int:
