@@ -162,13 +162,13 @@ class CpuBackend(ReferenceBackend):
             return super().attend_many(q, k, v, scale=scale, window=window)
         return many_queries.attend(q, k, v, scale=scale, window=window, threads=torch.get_num_threads())
 
-    def turns_heads(self, x: Tensor, dtype: torch.dtype) -> bool:
+    def rotates_heads(self, x: Tensor, dtype: torch.dtype) -> bool:
         plain = x.device.type == "cpu" and not x.requires_grad and x.stride(3) == 1
         return plain and x.dtype == dtype == torch.bfloat16 and x.shape[1] >= FEW_QUERIES
 
-    def turn_heads(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        if not self.turns_heads(x, dtype):
-            return super().turn_heads(x, cos, sin, dtype)
+    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self.rotates_heads(x, dtype):
+            return super().rotate_heads(x, cos, sin, dtype)
         return rotation.turn(x, cos, sin, threads=torch.get_num_threads())
 
     def adds_gram(self, total: Tensor, rows: Tensor) -> bool:

@@ -118,10 +118,10 @@ class Backend(Protocol):
         queries just before it as well.
         """
 
-    def turns_heads(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether `turn_heads` is for heads like these, and faster than torch's operations."""
+    def rotates_heads(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether `rotate_heads` is for heads like these, and faster than torch's operations."""
 
-    def turn_heads(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         """Heads `[b, s, heads, d]` of many tokens rotated in float32 and rounded to `dtype`: pair i of a head is
         (element i, element i + pairs), and elements from 2·pairs on are left alone; cos and sin float32 [b or 1, s,
         pairs]. Every operation is rounded, so that all backends give the same bits. (Su et al. 2021, RoFormer, section

@@ -108,10 +108,10 @@ class ReferenceBackend:
         shares = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
         return (shares @ v.to(torch.float32)[:, None]).flatten(0, 1).transpose(0, 1).to(q.dtype)
 
-    def turns_heads(self, x: Tensor, dtype: torch.dtype) -> bool:
+    def rotates_heads(self, x: Tensor, dtype: torch.dtype) -> bool:
         return False
 
-    def turn_heads(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         cos, sin, pairs = cos[:, :, None], sin[:, :, None], cos.shape[2]
         first, second = x[..., :pairs].to(torch.float32), x[..., pairs : 2 * pairs].to(torch.float32)
         turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)

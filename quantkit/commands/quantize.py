@@ -61,7 +61,7 @@ from quantkit.commands.quantization.resumption import (
 from quantkit.commands.quantization.sensitivity import RunBackward, run_backward
 from quantkit.commands.quantization.steps import UNCHANGED, put_together, solve_steps, solved_blocks
 from quantkit.commands.quantization.target import fit_target
-from quantkit.commands.quantization.tuning import is_tuned, tune_result
+from quantkit.commands.quantization.tuning import is_tuned, tune_result, with_text_to_judge
 from quantkit.job.identity import identify, remembered
 from quantkit.job.job import Facts, Job
 from quantkit.progress import Progress, Tqdm
@@ -115,6 +115,7 @@ def run(
         subject = open_subject(checkpoint, settings if effort.calibrates else None, placement)
         settings = fit_target(settings, subject, progress)
         subject = within_memory(subject, settings, effort, hessian_dtype, progress)
+        effort, subject = with_text_to_judge(effort, subject)
         unseen = held_back_rows(subject, EVALUATION_WINDOWS, EVALUATION_LENGTH) if settings.evaluate else None
         model = identify(checkpoint.original, kept.hints.get("model"), progress)
         facts = facts_of("quantize", settings, subject, model)

@@ -420,7 +420,10 @@ def test_text_that_cannot_be_measured_is_refused_before_work(tmp_path: Path) -> 
     calibration = str(tmp_path / "text.txt")
     with pytest.raises(CalibrationError, match="the model knows 270 ids"):
         quantize(source, tmp_path / "out", calibration=calibration, evaluate=True)
-    quantize(source, tmp_path / "out", calibration=calibration)
+    with pytest.raises(CalibrationError, match="the model knows 270 ids"):
+        quantize(source, tmp_path / "out", calibration=calibration, effort="best")
+    report = quantize(source, tmp_path / "out", calibration=calibration)
+    assert report.tuning is None and any("not tuned, as nothing can judge it" in line for line in report.remarks())
     source = tiny.write_model(tmp_path / "short", max_position_embeddings=1)
     with pytest.raises(CalibrationError, match="a model of 1 position predicts nothing"):
         quantize(source, tmp_path / "other", length=1, evaluate=True)

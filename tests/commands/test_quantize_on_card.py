@@ -15,6 +15,7 @@ from quantkit.commands.quantization.job import choose_placement
 from quantkit.commands.quantization.outlook import foresee
 from quantkit.commands.quantize import run
 from quantkit.errors import BackendError, UsageError
+from quantkit.kernels import cpu
 from quantkit.progress import Silent
 from quantkit.settings import QuantizeSettings
 
@@ -72,9 +73,11 @@ def test_the_bytes_are_those_of_the_cpu(way: str, model: Path, tmp_path: Path, m
 
 @pytest.mark.parametrize(("family", "format"), [("Qwen3MoeForCausalLM", "gptq"), ("Gemma2ForCausalLM", "exl2")])
 def test_other_families(family: str, format: str, tmp_path: Path, monkeypatch) -> None:
-    """Experts, and capped logits in a backward pass with bfloat16."""
+    """Experts, and capped logits in a backward pass with bfloat16; where Hessians are summed as on the card."""
+    monkeypatch.setattr(cpu, "HAS_PAIR_PRODUCTS", False)
     source = tiny.write_model(tmp_path / "model", family, dtype="bfloat16")
-    options = {"format": format, "dtype": "bf16", **({"bpw": 4.5} if format == "exl2" else {})}
+    own = {"bpw": 4.5} if format == "exl2" else {"effort": "fast"}  # a CPU takes gradients of attention another way
+    options = {"format": format, "dtype": "bf16", **own}
     quantize(source, tmp_path / "cpu", **options)
     with SimulatedCard().inserted(monkeypatch):
         quantize(source, tmp_path / "card", device="cuda", **options)
@@ -149,7 +152,7 @@ def test_too_little_memory_is_gone_around(model: Path, usual: Path, tmp_path: Pa
     assert any("MiB are needed of `cuda:0`" in line for line in heard)
     monkeypatch.setattr(memory_limit, "device_peak", lambda *_, **__: 0)  # what is free is found out by trying
     met = set()
-    for share in (0.8, 0.5, 0.2, 0.01):
+    for share in (0.9, 0.5, 0.2, 0.01):
         out = tmp_path / f"{share}"
         report, less, heard = on_card(model, out, monkeypatch, int(share * card.peak), **options)
         assert same(out, tmp_path / "usual"), share

@@ -72,7 +72,7 @@ def exl2(model: Path) -> list[str]:
 
 def test_quantize_killed_anywhere_gives_the_same_bytes(model: Path, tmp_path: Path) -> None:
     found = killed(gptq(model), tmp_path / "work", {"every": 23})
-    assert found["steps"] == 4 and set(found["contents"]) >= {"out/model.safetensors", "out/quantkit.json"}
+    assert found["steps"] == 5 and set(found["contents"]) >= {"out/model.safetensors", "out/quantkit.json"}
     assert not [name for name in found["contents"] if not name.startswith("out/")]
     assert require_unharmed(found) == len(found["runs"]) >= 6
 
@@ -113,7 +113,7 @@ def redo(model: Path) -> list[str]:
 
 def test_a_redo_killed_anywhere_gives_the_same_bytes(model: Path, quantized: Path, tmp_path: Path) -> None:
     found = killed(redo(model), tmp_path / "work", {"every": 17}, quantized.parent)
-    assert found["steps"] == 3  # gradients, and the blocks up to the one of the linear
+    assert found["steps"] == 4  # gradients, the blocks up to the one of the linear, and tuning
     assert not [name for name in found["contents"] if not name.startswith("gptq/")]
     assert require_unharmed(found) == len(found["runs"]) >= 4
 
@@ -191,7 +191,8 @@ def test_a_finished_result_is_known(model: Path, tmp_path: Path, capsys, monkeyp
     assert cli.run([*gptq(model), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert (first["finished_before"], again["finished_before"]) == (False, True) and first.keys() == again.keys()
-    unknown = {"errors", "fallbacks", "linears", "remarks", "gradients", "seconds", "cpu_seconds", "peak_memory_bytes"}
+    unknown = {"errors", "fallbacks", "linears", "remarks", "gradients", "tuning"}
+    unknown |= {"seconds", "cpu_seconds", "peak_memory_bytes"}
     unknown |= {f"total_{name}" for name in ("seconds", "cpu_seconds", "peak_memory_bytes")}
     assert {name for name in first if first[name] != again[name]} == unknown | {"finished_before", "experts"}
     assert again["experts"] is None and all(again[name] is None for name in unknown)

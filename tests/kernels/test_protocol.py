@@ -279,34 +279,34 @@ def test_attends_many(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "angles", "dim", "pairs"), [(1, 1, 64, 32), (3, 1, 40, 12), (2, 2, 18, 9), (2, 2, 96, 40)])
-def test_turn_heads(backend: Backend, rows: int, angles: int, dim: int, pairs: int, dtype: torch.dtype) -> None:
+def test_rotate_heads(backend: Backend, rows: int, angles: int, dim: int, pairs: int, dtype: torch.dtype) -> None:
     random = _random(dim)
     wide = torch.randn(rows, 19, 5 * dim, generator=random).to(dtype)
     x = wide[..., dim : 4 * dim].unflatten(-1, (3, dim))  # heads beside others, as a fused linear leaves them
     cos, sin = torch.randn(2, angles, 19, pairs, generator=random)
-    found = backend.turn_heads(x, cos, sin, dtype)
+    found = backend.rotate_heads(x, cos, sin, dtype)
     one, other = x[..., :pairs].double(), x[..., pairs : 2 * pairs].double()
     c, s = cos[:, :, None].double(), sin[:, :, None].double()
     exact = torch.cat((one * c - other * s, other * c + one * s, x[..., 2 * pairs :].double()), -1)
     bound = 2**-8 if dtype == torch.bfloat16 else 2**-22
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), exact, rtol=bound, atol=2**-20)
-    assert torch.equal(found, kernels.backend("cpu", "reference").turn_heads(x, cos, sin, dtype))
+    assert torch.equal(found, kernels.backend("cpu", "reference").rotate_heads(x, cos, sin, dtype))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(found, backend.turn_heads(x, cos, sin, dtype))
+        assert torch.equal(found, backend.rotate_heads(x, cos, sin, dtype))
     finally:
         torch.set_num_threads(before)
 
 
-def test_turns_heads(backend: Backend) -> None:
+def test_rotates_heads(backend: Backend) -> None:
     """Never gradients, other dtypes, or elements of a head that lie apart."""
     x = torch.zeros(1, 20, 3, 64, dtype=torch.bfloat16)
-    assert backend.turns_heads(x, torch.bfloat16) == (backend.name == "cpu")
-    assert not backend.turns_heads(x, torch.float32) and not backend.turns_heads(x.float(), torch.bfloat16)
-    assert not backend.turns_heads(x.clone().requires_grad_(), torch.bfloat16)
-    assert not backend.turns_heads(x[..., ::2], torch.bfloat16) and not backend.turns_heads(x[:, :3], torch.bfloat16)
+    assert backend.rotates_heads(x, torch.bfloat16) == (backend.name == "cpu")
+    assert not backend.rotates_heads(x, torch.float32) and not backend.rotates_heads(x.float(), torch.bfloat16)
+    assert not backend.rotates_heads(x.clone().requires_grad_(), torch.bfloat16)
+    assert not backend.rotates_heads(x[..., ::2], torch.bfloat16) and not backend.rotates_heads(x[:, :3], torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,6 +18,7 @@ class Effort:
                 rest
     tunes       how often scales and norms follow the gradient of KL over the text, after the rounding; GPTQ only
     tunes_all   over all of it, and not its first `TUNED_TOKENS` tokens alone
+    allots      linears share the bits that one width would take, where a target leaves that choice
     """
 
     name: str
@@ -25,6 +26,7 @@ class Effort:
     weighs: bool = False
     tunes: int = 0
     tunes_all: bool = False
+    allots: bool = False
 
     @property
     def optional(self) -> bool:
@@ -40,7 +42,7 @@ _ALL = (
     Effort("nearest", calibrates=False),
     Effort("fast"),
     Effort("default", weighs=True, tunes=1),
-    Effort("best", weighs=True, tunes=4, tunes_all=True),
+    Effort("best", weighs=True, tunes=4, tunes_all=True, allots=True),
 )
 EFFORTS = {effort.name: effort for effort in _ALL}
 TUNED_TOKENS = 6144

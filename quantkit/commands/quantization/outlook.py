@@ -28,7 +28,7 @@ from quantkit.commands.quantization.redo_result import require_alone
 from quantkit.commands.quantization.rehearsal import Rehearsal, rehearse
 from quantkit.commands.quantization.resumption import job_place, read_result
 from quantkit.commands.quantization.target import fit_target
-from quantkit.commands.quantization.tuning import is_tuned
+from quantkit.commands.quantization.tuning import is_tuned, with_text_to_judge
 from quantkit.errors import CalibrationError
 from quantkit.measurement import MeasuredLinear, Measurement
 from quantkit.mix_plan import plan_mixes, require_no_dense
@@ -127,6 +127,7 @@ def foresee(settings: QuantizeSettings, progress: Progress) -> Outlook:
     )
     settings = fit_target(settings, subject, progress)
     subject = within_memory(subject, settings, effort, hessian_dtype, progress)
+    effort, subject = with_text_to_judge(effort, subject)
     recipe = known_recipe(settings, subject, progress)
     expected = None if recipe or settings.free_widths else outline(subject)
     job = prepare(

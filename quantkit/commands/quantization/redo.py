@@ -73,7 +73,7 @@ from quantkit.commands.quantization.steps import (
     solved_linears,
 )
 from quantkit.commands.quantization.tuning import STEP as TUNE_STEP
-from quantkit.commands.quantization.tuning import is_tuned, tune_result
+from quantkit.commands.quantization.tuning import is_tuned, tune_result, with_text_to_judge
 from quantkit.errors import GateError
 from quantkit.job.identity import ModelIdentity, identify, remembered
 from quantkit.job.job import Facts, Job
@@ -132,6 +132,7 @@ def get_ready(
     model = identify(checkpoint.original, known, progress)
     previous.require_model(model.weights, subject)
     subject = within_memory(subject, settings, effort, hessian_dtype, progress)
+    effort, subject = with_text_to_judge(effort, subject)
     recipe = stored_recipe(settings, subject, previous.checkpoint)
     job = prepare(subject, recipe, settings.strict, hessian_dtype=hessian_dtype, route_all=settings.route_all)
     previous.require_plan(job.plan)

@@ -67,7 +67,7 @@ def fit_target(settings: QuantizeSettings, subject: Subject, progress: Progress)
 def _freedom(settings: QuantizeSettings, subject: Subject, outcome: _Outcome) -> Freedom | None:
     """Which widths the target reads beside `--bits`, if that leaves a choice: a linear without a rule is given each of
     them, by itself or with those that read the same input."""
-    if settings.format != GPTQ or not choose_effort(settings).tunes:
+    if settings.format != GPTQ or not choose_effort(settings).allots:
         return None
     rules = read_rules(settings.rule, settings.skip)
     names = [[subject.module_on_disk(spec.name) for spec in stage] for stage in by_stage(subject.linears)]

@@ -16,9 +16,10 @@ from quantkit.calibration.tuning import RoundedLinear, Tuned, divergences, tune
 from quantkit.checkpoint.receipt import digest_of_values
 from quantkit.commands.quantization.effort import Effort
 from quantkit.commands.quantization.fallback import Descent
-from quantkit.commands.quantization.job import QuantizeJob, held_back_rows
+from quantkit.commands.quantization.job import QuantizeJob, Subject, held_back_rows
 from quantkit.commands.quantization.report import Tuning
 from quantkit.commands.quantization.steps import Changes, solved_homes, solved_steps
+from quantkit.errors import CalibrationError
 from quantkit.formats import gptq
 from quantkit.formats.codec import StoredTensor
 from quantkit.formats.dense import DenseTensor
@@ -35,6 +36,22 @@ JUDGED_WINDOWS, JUDGED_LENGTH = 4, 512
 def is_tuned(job: QuantizeJob, effort: Effort) -> bool:
     """Whether tuning follows: something else than the head is solved."""
     return effort.tunes > 0 and any(linear.name != HEAD for linear in job.work)
+
+
+def with_text_to_judge(effort: Effort, subject: Subject) -> tuple[Effort, Subject]:
+    """Both as they are; or where no text tells whether tuning has helped, an effort that does without, and a note of it.
+
+    Raises CalibrationError where the effort is not of use without.
+    """
+    try:
+        if effort.tunes:
+            held_back_rows(subject, JUDGED_WINDOWS, JUDGED_LENGTH)
+    except CalibrationError as error:
+        if not effort.optional:
+            raise
+        note = f"scales and norms are not tuned, as nothing can judge it: {error.message}"
+        return replace(effort, tunes=0), replace(subject, notes=(*subject.notes, note))
+    return effort, subject
 
 
 def tune_result(

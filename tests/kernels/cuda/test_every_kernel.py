@@ -34,12 +34,15 @@ def test_every_kernel_is_in_the_table() -> None:
         assert f"| `{name}` | {len(source(name).variants)} | `{source(name).reference}` | `test_the_self_test[{name}]` |" in table
 
 
+TORCH_DOES = {"attend_many", "attends_many", "rotate_heads", "rotates_heads", "add_gram", "adds_gram"}
+
+
 def test_every_operation_has_a_kernel() -> None:
-    """But for those that move a weight between its two forms, which are torch functions, and attention of many queries,
-    which torch computes well on a GPU."""
+    """But for those that move a weight between its two forms, which are torch functions, and what torch computes well on
+    a GPU: attention of many queries, rotation of their heads, and Hessians."""
     operations = {name for owner in (Backend, Steps) for name in vars(owner) if not name.startswith("_")}
     served = {source(name).reference.split(".")[1] for name in names()}
-    assert operations - served - {"name", "reason", "attend_many", "attends_many"} == {f"{kind}_{act}" for kind in ("gptq", "exl2") for act in ("repack", "restore")}
+    assert operations - served - {"name", "reason", *TORCH_DOES} == {f"{kind}_{act}" for kind in ("gptq", "exl2") for act in ("repack", "restore")}
 
 
 def check(kernel: str, launcher: ExecutorLauncher) -> None:
