@@ -39,7 +39,7 @@ def is_tuned(job: QuantizeJob, effort: Effort) -> bool:
 
 
 def with_text_to_judge(effort: Effort, subject: Subject) -> tuple[Effort, Subject]:
-    """Both as they are; or where no text tells whether tuning has helped, an effort that does without, and a note of it.
+    """Both as they are; or an effort without tuning and a note of it, where no text tells whether tuning has helped.
 
     Raises CalibrationError where the effort is not of use without.
     """
