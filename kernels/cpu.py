@@ -111,7 +111,9 @@ class CpuBackend(ReferenceBackend):
         return replace(rest, words=self.pack(codes, rest.bits), scales=scales, zeros=zeros)
 
     def gptq_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
-        return _matmul(x, repacked) if isinstance(repacked, Planes) else super().gptq_matmul(x, repacked)
+        if not isinstance(repacked, Planes) or _differentiates(x):
+            return super().gptq_matmul(x, repacked)
+        return _matmul(x.detach(), repacked)
 
     def exl2_dequantize(self, weight: Exl2Weight) -> Tensor:
         result = torch.empty(weight.order.numel(), weight.words.shape[1], dtype=torch.float16)
@@ -150,7 +152,9 @@ class CpuBackend(ReferenceBackend):
         return replace(repacked.rest, words=torch.cat(words))
 
     def exl2_matmul(self, x: Tensor, repacked: Repacked) -> Tensor:
-        return _matmul(x, repacked) if isinstance(repacked, Planes) else super().exl2_matmul(x, repacked)
+        if not isinstance(repacked, Planes) or _differentiates(x):
+            return super().exl2_matmul(x, repacked)
+        return _matmul(x.detach(), repacked)
 
     def attends_many(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         fits = q.shape[-2] >= FEW_QUERIES and q.shape[-1] == v.shape[-1] and q.shape[-1] % 2 == 0
@@ -199,6 +203,11 @@ class CpuBackend(ReferenceBackend):
         inputs = (array(weight), array(target), array(factor), array(group), array(scales), array(zeros))
         spread(columns.solve_rows, out, columns.PANEL, b * b * out, *inputs, top, array(codes), array(errors))
         return codes, errors
+
+
+def _differentiates(x: Tensor) -> bool:
+    """Whether the gradient of a product with x is wanted, which kernels do not make: it would be lost in silence."""
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _matmul(x: Tensor, planes: Planes) -> Tensor:

@@ -169,6 +169,18 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 40, 100])
+def test_a_product_has_the_gradient_of_the_dequantized_weight(m: int, dtype: torch.dtype) -> None:
+    repacked = _repacked(64, 96, 4)
+    x = _inputs(m, 64).to(dtype).requires_grad_()
+    (found,) = torch.autograd.grad(cpu.gptq_matmul(x, repacked).sum(), x)
+    expected = cpu.gptq_dequantize(cpu.gptq_restore(repacked)).to(torch.float32).sum(1)
+    torch.testing.assert_close(found.to(torch.float32), expected.expand(m, -1), rtol=1e-2, atol=1e-3)
+    with torch.no_grad():
+        assert torch.equal(cpu.gptq_matmul(x, repacked), cpu.gptq_matmul(x.detach(), repacked))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [0x7E00, 0x7FFF, 0x7C00])  # NaN, NaN whose bits are all ones, infinity
 @pytest.mark.parametrize("m", [1, 100])
 def test_a_scale_that_is_not_finite_is_in_its_column_alone(m: int, bits: int, dtype: torch.dtype) -> None:
