@@ -107,7 +107,7 @@ LADDER = (
     Rung("0 + 4: gradients alone", Plain, "gradient"),
     Rung("0 + 1 + 2 + 3: `fast`", GptqCodec, "norm"),
     Rung("0 + 1 + 2 + 4: gradients", GptqCodec, "gradient"),
-    Rung("0 + 1 + 2 + 4 + outputs: `default`", GptqCodec, "gradient", outputs=True),
+    Rung("0 + 1 + 2 + 4 + outputs: `default` before tuning", GptqCodec, "gradient", outputs=True),
 )
 
 
