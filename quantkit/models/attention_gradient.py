@@ -1,9 +1,9 @@
 """The way back through causal attention in bfloat16 on a CPU, as products of whole matrices.
 
 torch's fused kernel takes half as long again there, and one with gradients to come three times as long on the way
-forward, which was an eighth of a backward pass. The scores of a piece of queries
-are made anew in float32; the heads that read one key-value head stand below each other, so that each product is one for
-all of them and their gradients are summed by it. (Dao et al. 2022, FlashAttention, appendix B.2)
+forward, which was an eighth of a backward pass. The scores of a piece of queries are made anew in float32; the heads
+that read one key-value head stand below each other, so that each product is one for all of them and their gradients are
+summed by it. (Dao et al. 2022, FlashAttention, appendix B.2)
 """
 
 from typing import Any

@@ -42,6 +42,15 @@ def set_own(thread, threads, arguments):  # type: ignore[no-untyped-def]
         x[i] += 1
 
 
+def require_every_share_once() -> None:
+    """In three threads."""
+    x = np.zeros(10, np.int64)
+    program = Program()
+    program.add(set_own, (x, 10))
+    program.run(3)
+    assert np.array_equal(x, np.ones(10))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_an_operation_sees_all_of_the_one_before(threads: int) -> None:
     n, steps = 97, 200
@@ -107,11 +116,7 @@ def test_programs_of_several_callers_at_once() -> None:
 
 def test_a_system_without_a_way_to_yield(monkeypatch) -> None:
     monkeypatch.setattr(programs, "GIVE_WAY", 0)
-    x = np.zeros(10, np.int64)
-    program = Program()
-    program.add(set_own, (x, 10))
-    program.run(3)
-    assert np.array_equal(x, np.ones(10))
+    require_every_share_once()
 
 
 @pytest.mark.parametrize("threads_of", ["team"], indirect=True)
@@ -119,11 +124,7 @@ def test_torch_has_a_team_and_it_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     if programs.torch_team(os.getpid()) is None:
         pytest.skip("no OpenMP runtime of torch is to be found on this system")
     monkeypatch.setattr(programs, "pool", None)
-    x = np.zeros(10, np.int64)
-    program = Program()
-    program.add(set_own, (x, 10))
-    program.run(3)
-    assert np.array_equal(x, np.ones(10))
+    require_every_share_once()
 
 
 @pytest.mark.parametrize("threads_of", ["team"], indirect=True)
@@ -134,11 +135,7 @@ def test_a_team_of_another_size_does_nothing(monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("no OpenMP runtime of torch is to be found on this system")
     other = replace(team, size=team.number)  # threads 0, 1 and 2 say that there are 0, 1 and 2
     monkeypatch.setattr(programs, "torch_team", lambda process: other)
-    x = np.zeros(10, np.int64)
-    program = Program()
-    program.add(set_own, (x, 10))
-    program.run(3)
-    assert np.array_equal(x, np.ones(10))
+    require_every_share_once()
 
 
 @pytest.mark.parametrize("threads_of", ["team"], indirect=True)
