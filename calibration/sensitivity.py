@@ -175,11 +175,8 @@ class _Squares:
         if name not in self._sums:
             self._sums[name] = [factors.new_zeros(part.shape[1], part.shape[1]) for part in parts]
         for chunk, part in zip(self._sums[name], parts, strict=True):
-            if part.device.type == "cpu" and (backend := kernels.backend("cpu")).adds_gram(chunk, part):
-                backend.add_gram(chunk, part, factors)
-            else:
-                scaled = part.to(torch.float32) * factors[:, None]
-                chunk.addmm_(scaled.T, scaled)
+            backend = kernels.backend("cpu", None if part.device.type == "cpu" else "reference")
+            backend.add_gram(chunk, part, factors)
 
     def token_weights(self) -> TokenWeights:
         energies = torch.cat(self._energies).double()

@@ -194,12 +194,8 @@ class Rotary:
         left as they are."""
         x = x.transpose(1, 2)  # as linears leave them: the heads of a token lie side by side
         cos, sin = self.tables[rope]
-        if x.device.type == "cpu" and (backend := kernels.backend("cpu")).rotates_heads(x, dtype):
-            return backend.rotate_heads(x, cos, sin, dtype).transpose(1, 2)
-        cos, sin, half = cos[:, :, None], sin[:, :, None], rope.dim // 2
-        first, second = x[..., :half].to(torch.float32), x[..., half : rope.dim].to(torch.float32)
-        turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
-        return torch.cat((*turned, x[..., rope.dim :].to(torch.float32)), dim=-1).to(dtype).transpose(1, 2)
+        backend = kernels.backend("cpu", None if x.device.type == "cpu" else "reference")
+        return backend.rotate_heads(x, cos, sin, dtype).transpose(1, 2)
 
 
 def _lengths(positions: Tensor, length: int | Tensor | None) -> Tensor:
