@@ -27,6 +27,7 @@ from quantkit.calibration.sensitivity import Sensitivity, TokenWeights
 from quantkit.calibration.stream import ActivationStream
 from quantkit.checkpoint.reader import Checkpoint, open_checkpoint
 from quantkit.commands.quantization.block import round_block, solve_block
+from quantkit.commands.quantization.passage import HeldPassage
 from quantkit.evaluators import divergence
 from quantkit.formats import gptq_grid
 from quantkit.formats.codec import Grid
@@ -155,11 +156,11 @@ class Bench:
         for index in range(self.config.num_layers):
             block = load_block(*self.place, index, self.dtype)
             codecs = dict.fromkeys(block.linears, codec)
-            solved = solve_block(block, stream, rotary, codecs, found) if calibrates else round_block(block, codecs)
+            passage = HeldPassage(stream, rotary)
+            solved = solve_block(block, passage, codecs, found) if calibrates else round_block(block, codecs)
             rounded = {one.result.name: one.stored.dequantize().T.contiguous() for one in solved}
-            _replace(block, rounded)
             if calibrates:
-                stream.advance(lambda hidden, block=block: block.forward(hidden, rotary), f"block {index}")
+                stream = passage.leave(block, f"block {index}")
             blocks.append(load_block(*self.place, index, torch.float32))
             _replace(blocks[-1], rounded)
         ends = load_embedding(*self.place, torch.float32), tuple(blocks), load_head(*self.place, torch.float32)

@@ -59,6 +59,11 @@ class Attention:
 
     def __call__(self, x: Tensor, rotary: Rotary, cache: Cache | None, observe: Observe | None) -> Tensor:
         """`[b, s, hidden]` → `[b, s, hidden]`."""
+        (out,) = self.output(self.mix(x, rotary, cache, observe), observe)
+        return out
+
+    def mix(self, x: Tensor, rotary: Rotary, cache: Cache | None = None, observe: Observe | None = None) -> Tensor:
+        """`[b, s, hidden]` → what the output linear reads, `[b, s, heads · head_dim]`."""
         q, k, v = (self._heads(part) for part in self.inputs(x, observe))
         if self.norms:
             q, k = self.norms["q"](q), self.norms["k"](k)
@@ -67,8 +72,7 @@ class Attention:
             mixed = attend(q, k, v, scale=self.scale, window=self.window, cap=self.cap)
         else:
             mixed = cache.attend(self.layer, q, k, v, scale=self.scale, window=self.window, cap=self.cap)
-        (out,) = self.output(mixed.transpose(1, 2).flatten(2), observe)
-        return out
+        return mixed.transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:
         """`[b, s, heads · head_dim]` → `[b, heads, s, head_dim]`."""

@@ -40,8 +40,11 @@ class Block:
         to that of the block.
         """
         hidden = self._attend(hidden, rotary, cache, observe)
-        fed = self.mlp(self.before_mlp(hidden), observe)
-        return hidden + (self.after_mlp(fed) if self.after_mlp else fed)
+        return self.fed(hidden, self.mlp(self.before_mlp(hidden), observe))
+
+    def fed(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The states behind the block: `hidden` between attention and MLP, `out` what the MLP gives."""
+        return hidden + (self.after_mlp(out) if self.after_mlp else out)
 
     def show(self, hidden: Tensor, rotary: Rotary, observe: Observe) -> None:
         """Only what `observe` is to see of `forward`, but the outputs of the last linears, which are left out."""
@@ -50,8 +53,14 @@ class Block:
     def _attend(self, hidden: Tensor, rotary: Rotary, cache: Cache | None, observe: Observe | None) -> Tensor:
         """The states between attention and MLP, on the device of the block."""
         hidden, rotary = hidden.to(self.device), rotary.to(self.device)
-        attended = self.attention(self.before_attention(hidden), rotary, cache, observe)
-        return hidden + (self.after_attention(attended) if self.after_attention else attended)
+        mixed = self.attention.mix(self.before_attention(hidden), rotary, cache, observe)
+        return self.attended(hidden, mixed, observe)
+
+    def attended(self, hidden: Tensor, mixed: Tensor, observe: Observe | None = None) -> Tensor:
+        """The states between attention and MLP: `hidden` before the block, `mixed` what the attention's output linear
+        reads."""
+        (out,) = self.attention.output(mixed, observe)
+        return hidden + (self.after_attention(out) if self.after_attention else out)
 
     @property
     def device(self) -> torch.device:

@@ -28,14 +28,19 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, observe: Observe | None) -> Tensor:
         """`[..., hidden]` → `[..., hidden]`."""
-        (out,) = self.output(self._inner(x, observe), observe)
+        (out,) = self.output(self.inner(x, observe), observe)
         return out
 
     def show(self, x: Tensor, observe: Observe) -> None:
         """Lets `observe` see what a call reads, without the last product."""
-        self.output.show(self._inner(x, observe), observe)
+        self.output.show(self.inner(x, observe), observe)
 
-    def _inner(self, x: Tensor, observe: Observe | None) -> Tensor:
+    def show_inputs(self, x: Tensor, observe: Observe) -> None:
+        """Lets `observe` see what the first linears read, without any product."""
+        self.inputs.show(x, observe)
+
+    def inner(self, x: Tensor, observe: Observe | None = None) -> Tensor:
+        """`[..., hidden]` → what the last linear reads, `[..., intermediate]`."""
         gate, up = self.inputs(x, observe)
         return self.activation(gate) * up
 
@@ -79,16 +84,23 @@ class Mixture:
 
     def show(self, x: Tensor, observe: Observe) -> None:
         """Lets `observe` see what a call reads, without the last product of any expert."""
+        self._show(GatedMLP.show, x, observe)
+
+    def show_inputs(self, x: Tensor, observe: Observe) -> None:
+        """Lets `observe` see what the first linears of each expert read."""
+        self._show(GatedMLP.show_inputs, x, observe)
+
+    def _show(self, show: Callable[[GatedMLP, Tensor, Observe], None], x: Tensor, observe: Observe) -> None:
         tokens = x.reshape(-1, x.shape[-1])
         _, choice = self._route(tokens)
         for expert in self._running(choice):
             if expert in self.reached:
-                self.experts[expert].show(tokens, observe)
+                show(self.experts[expert], tokens, observe)
             else:
                 rows, _ = torch.where(choice == expert)
-                self.experts[expert].show(tokens[rows], _naming_tokens(observe, rows))
+                show(self.experts[expert], tokens[rows], _naming_tokens(observe, rows))
         if self.shared is not None and self.shared_gate is not None:
-            self.shared.show(tokens, observe)
+            show(self.shared, tokens, observe)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The probabilities of those that are chosen for each token, and who they are, `[m, chosen]` both."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,9 +11,10 @@ from torch import Tensor
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
 from quantkit.commands.quantization.block import naming
-from quantkit.commands.quantization.fallback import rows_at_once, run_in_parts
-from quantkit.commands.quantization.hessians import ReadyStage, ready_stages
+from quantkit.commands.quantization.fallback import Descent, rows_at_once, run_in_parts
+from quantkit.commands.quantization.hessians import ReadyStage, chosen_stages, ready_stages
 from quantkit.commands.quantization.job import Subject, rotary_of
+from quantkit.commands.quantization.passage import whole_block
 from quantkit.formats.codec import Codec, Codes
 from quantkit.measurement import Candidate, MeasuredLinear
 from quantkit.models.architecture import LinearSpec
@@ -64,9 +67,9 @@ class BlockMeasured:
         left = {name for name in block.linears if name in wanted and name not in self.found}
         stages = ready_stages(
             block,
-            rows_at_once(stream, subject),
-            rotary,
-            left,
+            chosen_stages(block.stages(), left),
+            whole_block(rows_at_once(stream, subject), rotary),
+            stream.tokens,
             sensitivity,
             judged=True,
             hessian_bytes=subject.budget.hessian_bytes,
@@ -78,7 +81,13 @@ class BlockMeasured:
                 self.found[name] = MeasuredLinear(name, spec.in_features, spec.out_features, candidates)
                 self._task.advance(note=f"block {self._index}, {kind_of(name)}")
 
-    def run(self, hidden: Tensor, subject: Subject) -> Tensor:
+    def leave(self, stream: ActivationStream, descent: Descent, folder: Path) -> ActivationStream:
+        """The states behind the block, from those before it."""
+        return stream.follow(
+            lambda hidden: descent.run(partial(self._run, hidden)), f"block {self._index}", folder=folder
+        )
+
+    def _run(self, hidden: Tensor, subject: Subject) -> Tensor:
         """The block's answer to states `[b, s, hidden]`, in main memory."""
         block, rotary = self._loaded(subject)
         return run_in_parts(block, hidden, rotary, subject)

@@ -83,7 +83,7 @@ def foresee(settings: MeasureSettings, progress: Progress) -> MeasureOutlook:
     require_space(needs, place, job_place(settings.job, place, checkpoint.path))
     require_finite(checkpoint, progress)
     most = max((len(linear.candidates) for linear in planned.linears), default=0)
-    rehearsal = rehearse(job, progress, weighs=True, solves=most, walks=1)
+    rehearsal = rehearse(job, progress, weighs=True, solves=most, quantizes=False)
     memory = machine_memory()
     require_memory(rehearsal, memory)
     return MeasureOutlook(settings.out, planned, needs, rehearsal, memory)

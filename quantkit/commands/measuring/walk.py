@@ -76,10 +76,7 @@ def measure_blocks(
             seal = None
             if index + 1 < layers:
 
-                def run_block(hidden: Tensor) -> Tensor:
-                    return descent.run(partial(made.run, hidden))  # noqa: B023 - called before the next block is read
-
-                stream, seal = walk.follow(stream, run_block, index)
+                stream, seal = walk.follow(partial(made.leave, stream, descent), index)
             made.forget()
             with job.step(walk.step(index)) as step:
                 if index in checked.blocks or _damage(own, checked) > worst:

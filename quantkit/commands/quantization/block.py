@@ -13,11 +13,14 @@ from quantkit import heap
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
 from quantkit.commands.quantization.hessians import HESSIAN_BYTES, ReadyStage, chosen_stages, ready_head, ready_stages
+from quantkit.commands.quantization.passage import Passage
 from quantkit.commands.quantization.report import LinearResult
 from quantkit.errors import FormatError, GateError
 from quantkit.formats.codec import Codec, Codes, StoredTensor
+from quantkit.formats.dense import DenseTensor
+from quantkit.models.legs import legs_of
 from quantkit.models.linear import Linear
-from quantkit.models.transformer import Block, Head, Rotary
+from quantkit.models.transformer import Block, Head
 from quantkit.solver.gptq import solve_together
 from quantkit.solver.inverse import DAMPING
 from quantkit.solver.outputs import Chunk, factor_outputs
@@ -43,8 +46,7 @@ class SolvedLinear:
 
 def solve_block(
     block: Block,
-    stream: ActivationStream,
-    rotary: Rotary,
+    passage: Passage,
     codecs: Mapping[str, Codec],
     sensitivity: Sensitivity | None = None,
     *,
@@ -54,10 +56,12 @@ def solve_block(
     apart: bool = False,
     before: Before | None = None,
 ) -> Iterator[SolvedLinear]:
-    """Solve the linears of `block` that have a codec, stage after stage. The block itself is not changed.
+    """Solve the linears of `block` that have a codec, stage after stage, each for what the stages before it give once
+    they are rounded. `block` has each of them as readers of the file will, as soon as the next is asked for.
 
-    sensitivity  of the first rows of the text in `stream`: what tokens matter. Without it, as well as for experts that
-                 none of its tokens reached, Hessians are mixed with token-normalised ones.
+    passage      the text before the block, which goes through it
+    sensitivity  of the first rows of this text: what tokens matter. Without it, as well as for experts that none of its
+                 tokens reached, Hessians are mixed with token-normalised ones.
     route_all    see `ready_stages`; so are the dtype of the Hessians and their bytes
     apart        linears that read one input are solved one by one, where the codec allows it some outputs at a time:
                  the same, in less memory and more time
@@ -70,32 +74,45 @@ def solve_block(
         for name, linear in block.linears.items()
         if name in codecs and (whole := codecs[name].whole_groups(linear.in_features)) is not None
     }
-    stages = ready_stages(
-        block,
-        stream,
-        rotary,
-        codecs,
-        sensitivity,
-        groups,
-        dtype=hessian_dtype,
-        route_all=route_all,
-        hessian_bytes=hessian_bytes,
-    )
     known = {} if sensitivity is None else sensitivity.covariances
-    for ready in stages:
-        for names in [(name,) for name in ready.names] if apart else [ready.names]:
-            own = replace(ready, names=names)
-            yield from solve_stage(block.linears, own, codecs, known, apart=apart, before=before)
-            if apart:
-                heap.give_back()
-        del ready, own  # their factor, while the next one is made
+    chosen = [(leg, chosen_stages(leg.stages, codecs)) for leg in legs_of(block)]
+    while chosen and not chosen[-1][1]:
+        chosen.pop()
+    for leg, stages in chosen:
+        passage.go(block, leg)
+        ready_ones = ready_stages(
+            block,
+            stages,
+            passage.see,
+            passage.tokens,
+            sensitivity,
+            groups,
+            dtype=hessian_dtype,
+            route_all=route_all,
+            hessian_bytes=hessian_bytes,
+        )
+        for ready in ready_ones:
+            for names in [(name,) for name in ready.names] if apart else [ready.names]:
+                own = replace(ready, names=names)
+                for solved in solve_stage(block.linears, own, codecs, known, apart=apart, before=before):
+                    yield solved
+                    round_linear(block.linears[solved.result.name], solved.stored)
+                if apart:
+                    heap.give_back()
+            del ready, own  # their factor, while the next one is made
+
+
+def round_linear(linear: Linear, stored: StoredTensor) -> None:
+    """Let a linear of a block be as the readers of the file will have it, and forget what it was."""
+    linear.replace(DenseTensor(stored.dequantize().T, stored.bias))
+    linear.settle()
 
 
 def round_block(
     block: Block, codecs: Mapping[str, Codec], before: Before | None = None
 ) -> Iterator[SolvedLinear]:
     """Round the linears of `block` that have a codec to nearest. Raises FormatError as `solve_block` does."""
-    for stage in chosen_stages(block, codecs):
+    for stage in chosen_stages(block.stages(), codecs):
         yield from solve_stage(block.linears, ReadyStage(stage.linears, None, 0), codecs, before=before)
 
 

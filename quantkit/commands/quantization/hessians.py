@@ -1,7 +1,7 @@
-"""What a solver knows of the inputs of a block: one pass over the calibration text, a Hessian for each stage, factored.
+"""What a solver knows of the inputs of a block: a look at the calibration text, a Hessian for each stage, factored.
 
-All Hessians of a block come from the block as it is before anything in it is rounded, so one pass is enough; where
-they would not fit into `HESSIAN_BYTES` together, they are gathered in several passes with the same result.
+One look is enough for all stages whose inputs it shows; where their Hessians would not fit into `HESSIAN_BYTES`
+together, they are gathered in several looks with the same result.
 
 The Hessian of an expert comes from the tokens that the router sends to it. Where these are too few, it comes from all
 tokens of the block instead, as if they had been sent there, and an expert that hardly any token reaches has none.
@@ -10,7 +10,6 @@ tokens of the block instead, as if they had been sent there, and an expert that 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,10 +19,11 @@ from quantkit import heap
 from quantkit.calibration.hessian import TOKEN_SHARE, Hessian, gathering_bytes
 from quantkit.calibration.sensitivity import Sensitivity
 from quantkit.calibration.stream import ActivationStream
+from quantkit.commands.quantization.passage import See
 from quantkit.models.architecture import Stage
 from quantkit.models.fan import Activations
 from quantkit.models.linear import Linear
-from quantkit.models.transformer import Block, Head, Rotary
+from quantkit.models.transformer import Block, Head
 from quantkit.solver.inverse import Factor, factor, grouped
 
 Gathered = TypeVar("Gathered")
@@ -72,9 +72,9 @@ def ready_head(
 
 def ready_stages(
     block: Block,
-    stream: ActivationStream,
-    rotary: Rotary,
-    names: Container[str],
+    stages: Sequence[Stage],
+    see: See,
+    tokens: int,
     sensitivity: Sensitivity | None = None,
     groups: Mapping[str, Tensor] | None = None,
     *,
@@ -83,22 +83,22 @@ def ready_stages(
     judged: bool = False,
     hessian_bytes: int = HESSIAN_BYTES,
 ) -> Iterator[ReadyStage]:
-    """The stages of `block`, only linears among `names` in them, each with the factor of its Hessian. Linears that need
-    another order than others of their stage come by themselves.
+    """These stages of `block`, each with the factor of its Hessian. Linears that need another order than others of
+    their stage come by themselves.
 
+    see        a look at the text, of `tokens` tokens, that shows what the stages read
     groups     the rows of a linear that are to be solved together, int64 [in]: the group of each
     dtype      of the Hessians
     route_all  every expert's Hessian is made of all tokens of the block, however many the router sends to it
     judged     each stage comes with the Hessian to judge it by, too
-    hessian_bytes  of Hessians gathered in one pass; at least one is
+    hessian_bytes  of Hessians gathered in one look; at least one is
     """
     linears = block.linears
     experts = {name: number for number, pair in enumerate(block.experts) for name in pair}
     all_tokens: dict[Stage, int] = {}
-    stages = chosen_stages(block, names)
     gathered = {stage.name for stage in stages if not (route_all and stage.name in experts)}
     for part in _passes(stages, gathered, linears, dtype, hessian_bytes, copies=1 + judged):
-        observed = _observe(block, part, gathered, stream, rotary, sensitivity, dtype, judged)
+        observed = _observe(block, part, gathered, see, tokens, sensitivity, dtype, judged)
         heap.give_back()  # activations are gone, and solving has use for large blocks only
         for stage in part:
             seen, features = observed.pop(stage.name), linears[stage.linears[0]].in_features
@@ -115,7 +115,7 @@ def ready_stages(
                 ReadyStage(own, found, seen.tokens, reason, routed, seen.judge)
                 for own, found in _factored(seen.hessian, stage, linears, groups or {})
             )
-    for stage, seen in _reached(block, list(all_tokens), stream, rotary, dtype, hessian_bytes):
+    for stage, seen in _reached(block, list(all_tokens), see, tokens, dtype, hessian_bytes):
         routed = all_tokens[stage]
         reason = None if route_all else _few(routed, "solved with all tokens of its block")
         for own, found in _factored(seen.hessian, stage, linears, groups or {}, last=False):
@@ -125,15 +125,15 @@ def ready_stages(
 def count_passes(
     block: Block, names: Container[str], dtype: torch.dtype, hessian_bytes: int, *, judged: bool = False
 ) -> int:
-    """How often `ready_stages` runs the text through the block, experts with few tokens aside."""
-    stages = chosen_stages(block, names)
+    """How often `ready_stages` looks at the text for all stages of a block, experts with few tokens aside."""
+    stages = chosen_stages(block.stages(), names)
     gathered = {stage.name for stage in stages}
     return len(list(_passes(stages, gathered, block.linears, dtype, hessian_bytes, copies=1 + judged)))
 
 
-def chosen_stages(block: Block, names: Container[str]) -> list[Stage]:
-    """The stages of a block without the linears that stay dense."""
-    kept = (Stage(stage.name, tuple(name for name in stage.linears if name in names)) for stage in block.stages())
+def chosen_stages(stages: Iterable[Stage], names: Container[str]) -> list[Stage]:
+    """Stages without the linears that stay dense."""
+    kept = (Stage(stage.name, tuple(name for name in stage.linears if name in names)) for stage in stages)
     return [stage for stage in kept if stage.linears]
 
 
@@ -177,8 +177,8 @@ def _factored(
 def _reached(
     block: Block,
     stages: Sequence[Stage],
-    stream: ActivationStream,
-    rotary: Rotary,
+    see: See,
+    tokens: int,
     dtype: torch.dtype,
     hessian_bytes: int,
 ) -> Iterator[tuple[Stage, _Seen]]:
@@ -192,7 +192,7 @@ def _reached(
     gathered = {stage.name for stage in observed_stages}
     for part in _passes(observed_stages, gathered, block.linears, dtype, hessian_bytes):
         reaching = block.reaching(experts[stage.name] for stage in part)
-        observed = _observe(reaching, part, gathered, stream, rotary, None, dtype)
+        observed = _observe(reaching, part, gathered, see, tokens, None, dtype)
         for stage in part:
             seen = observed.pop(stage.name)
             for one in alike if stage in first else [stage]:
@@ -244,36 +244,33 @@ def _observe(
     block: Block,
     stages: Sequence[Stage],
     gathered: Container[str],
-    stream: ActivationStream,
-    rotary: Rotary,
+    see: See,
+    tokens: int,
     sensitivity: Sensitivity | None,
     dtype: torch.dtype,
     judged: bool = False,
 ) -> dict[str, _Seen]:
-    """One pass over the calibration text: what each of the stages was given, with Hessians of those in `gathered`."""
+    """One look at the calibration text: what each of the stages was given, with Hessians of those in `gathered`."""
     gathering: dict[str, list[_Gathering]] = {}
     for stage in stages:
         if stage.name not in gathered:
             continue
         first = block.linears[stage.linears[0]]
-        weights = [None if sensitivity is None else sensitivity.counts(stage.name, stream.tokens)]
+        weights = [None if sensitivity is None else sensitivity.counts(stage.name, tokens)]
         if judged and sensitivity is not None and weights[0] is not None:
-            weights.append(sensitivity.counts(stage.name, stream.tokens, share=1.0))
+            weights.append(sensitivity.counts(stage.name, tokens, share=1.0))
         gathering[stage.name] = [_Gathering.of(first, counts, dtype) for counts in weights]
-    tokens: Counter[str] = Counter()
+    shown: Counter[str] = Counter()
 
     def observe(start: int, seen: Activations) -> None:
         name = seen.stage.name
-        tokens[name] += len(seen.inputs)
+        shown[name] += len(seen.inputs)
         for one in gathering.get(name, ()):
             one.add(seen, start)
 
-    start = 0
-    for hidden in stream.batches():
-        block.show(hidden, rotary, partial(observe, start))
-        start += hidden.shape[0] * hidden.shape[1]
+    see(block, observe)
     return {
-        stage.name: _Seen(tokens[stage.name], *(one.finish() for one in gathering.pop(stage.name, ())))
+        stage.name: _Seen(shown[stage.name], *(one.finish() for one in gathering.pop(stage.name, ())))
         for stage in stages
     }
 

@@ -12,7 +12,7 @@ import torch
 from quantkit.calibration.sensitivity import chunk_sizes
 from quantkit.checkpoint.shard import COMPACT_BYTES, HEADER_ROOM
 from quantkit.checkpoint.writer import SHARD_BYTES
-from quantkit.commands.quantization.job import QuantizeJob, Subject, stored_bits
+from quantkit.commands.quantization.job import QuantizeJob, Subject, on_gpu, stored_bits
 from quantkit.errors import CheckpointError
 from quantkit.models.architecture import HEAD, block_of
 
@@ -47,16 +47,17 @@ def disk_needs(job: QuantizeJob, *, weighs: bool) -> DiskNeeds:
 
 
 def _steps(job: QuantizeJob) -> int:
-    """Of the steps, with the states before and behind the block in hand. Nobody reads those behind the last one, if the
-    head is not quantized."""
+    """Of the steps, with the states before, inside and behind the block in hand. Nobody reads those behind the last
+    one, if the head is not quantized."""
     states, last = states_bytes(job.subject), job.blocks - 1
+    inside = _held_bytes(job.subject)
     made: Counter[int] = Counter()
     for linear in job.work:
         made[last + 1 if linear.name == HEAD else block_of(linear.name)] += linear.stored_bits // 8 + NOTE_BYTES
     everything = made.total()
     before = everything - made[last + 1] if job.has_head else everything - made[last]
-    pairs = 2 * states + before if last or job.has_head else 0
-    return max(pairs, states + everything)
+    pairs = 2 * states + inside + before if last or job.has_head else 0
+    return max(pairs, states + inside + everything)
 
 
 def measurement_needs(subject: Subject, checked: int) -> DiskNeeds:
@@ -108,6 +109,15 @@ def _counted(size: int, rounded: Callable[[float], int]) -> str:
 def states_bytes(subject: Subject) -> int:
     """The hidden states of all calibration tokens."""
     return subject.rows.numel() * subject.config.hidden_size * torch.float32.itemsize
+
+
+def _held_bytes(subject: Subject) -> int:
+    """What a CPU holds inside a block: the states between attention and MLP, and what their output linears read."""
+    config, dtype = subject.config, subject.placement.dtype
+    if on_gpu(subject.placement):
+        return 0
+    read = config.num_heads * config.head_dim + config.intermediate_size
+    return states_bytes(subject) + subject.rows.numel() * read * dtype.itemsize
 
 
 def _headers(job: QuantizeJob, data: int) -> int:

@@ -1,14 +1,15 @@
 """A rehearsal of a quantization: its largest block with a few rows of the text, timed, and the memory that this took.
 
 Memory does not depend on the number of blocks or rows, so that the peak of a rehearsal is the peak of the work. Time is
-counted up from its parts: each block is read, seen by the text twice or more often, factored and solved. What is done
-at a first call only is not counted: short parts are done twice.
+counted up from its parts: each block is read, the text goes through it, Hessians are gathered, factored and solved for.
+What is done at a first call only is not counted: short parts are done twice.
 """
 
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -27,6 +28,7 @@ from quantkit.commands.quantization.effort import Effort
 from quantkit.commands.quantization.fallback import Descent, Fallback
 from quantkit.commands.quantization.hessians import count_passes
 from quantkit.commands.quantization.job import QuantizeJob, Subject, on_gpu
+from quantkit.commands.quantization.passage import HeldPassage, Passage
 from quantkit.commands.quantization.tuning_cost import rehearse_tuning, tuning_bytes
 from quantkit.models.architecture import HEAD, block_of
 from quantkit.models.fan import Activations
@@ -35,6 +37,8 @@ from quantkit.progress import Progress, Silent, Task
 from quantkit.runtime.placement import Placement
 
 SHORT_SECONDS = 5.0
+RUNS_ON_GPU = 3
+"""About how often a leg of a block runs there, where nothing that was reached is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def rehearse(
     *,
     weighs: bool,
     solves: int = 1,
-    walks: int | None = None,
+    quantizes: bool = True,
     tunes: Effort | None = None,
 ) -> Rehearsal:
     """Rehearse a job.
@@ -86,16 +90,16 @@ def rehearse(
     weighs  gradients are needed
     tunes   the effort, where its tuning follows
     solves  how often each linear is solved: once, or for each candidate of a measurement and once more
-    walks   how often the text goes through the blocks, by default once, and once more where there is a measurement
+    quantizes  not only a measurement is rehearsed
     """
     descent = Descent(job.subject, progress)
     descent.begin("rehearsal")
-    found = descent.run(lambda own: _rehearsed(replace(job, subject=own), progress, weighs, solves, walks, tunes))
+    found = descent.run(lambda own: _rehearsed(replace(job, subject=own), progress, weighs, solves, quantizes, tunes))
     return replace(found, fallbacks=tuple(descent.found()))
 
 
 def _rehearsed(
-    job: QuantizeJob, progress: Progress, weighs: bool, solves: int, walks: int | None, tunes: Effort | None
+    job: QuantizeJob, progress: Progress, weighs: bool, solves: int, quantizes: bool, tunes: Effort | None
 ) -> Rehearsal:
     placement = job.subject.placement
     if on_gpu(placement):
@@ -103,7 +107,7 @@ def _rehearsed(
     calibrated = len(job.subject.rows) > 0
     parts = 4 + job.has_head + weighs + (tunes is not None) if calibrated else 2
     with progress.task("rehearse a block", total=parts) as task:
-        spent, each, tokens = _walk(job, task, weighs, solves, walks)
+        spent, each, tokens = _walk(job, task, weighs, solves, quantizes)
         backward = torch.zeros(2)
         if weighs and calibrated:
             backward = _backward(job.subject, each[1])
@@ -119,7 +123,7 @@ def _rehearsed(
 
 
 def _walk(
-    job: QuantizeJob, task: Task, weighs: bool, solves: int, walks: int | None
+    job: QuantizeJob, task: Task, weighs: bool, solves: int, quantizes: bool
 ) -> tuple[Tensor, Tensor, int]:
     """Spent by all but the gradients; by one block and by reading it, `[2, 2]`; with how many tokens this was found."""
     subject = job.subject
@@ -145,24 +149,20 @@ def _walk(
     block.forward(hidden, rotary)  # what is made at a first call only
     running = _timed(lambda: block.forward(hidden, rotary))
     task.advance(note="is observed")
-    hessians: dict[str, Hessian] = {}
-
-    def observe(seen: Activations) -> None:
-        features, name = seen.inputs.shape[1], seen.stage.name
-        hessians.setdefault(name, Hessian(features, name, device=device, dtype=job.hessian_dtype)).add(seen.inputs)
-
-    observing = _timed(lambda: block.show(hidden, rotary, observe))
-    hessians.clear()
+    showing = _timed(lambda: block.show(hidden, rotary, _ignore))
+    gathering = _timed(lambda: _gather(block, hidden, rotary, job)) - showing
     task.advance(note="is solved")
-    passes = count_passes(block, job.codecs, job.hessian_dtype, subject.budget.hessian_bytes)
-    solving = _timed(
-        lambda: _keep(
+
+    def solve() -> None:
+        passage = (Passage if on_gpu(subject.placement) else HeldPassage)(stream, rotary)
+        own = block.with_linears(copy)  # whose linears are rounded
+        known = _nothing_known(block) if weighs else None
+        _keep(
             solve_block(
-                block,
-                stream,
-                rotary,
+                own,
+                passage,
                 job.codecs,
-                _nothing_known(block) if weighs else None,
+                known,
                 hessian_dtype=job.hessian_dtype,
                 route_all=job.route_all,
                 hessian_bytes=subject.budget.hessian_bytes,
@@ -170,12 +170,16 @@ def _walk(
                 before=before,
             )
         )
-    )
+
+    solving = _timed(solve)
     task.advance()
-    once = (solving - passes * observing).clamp(min=0)
-    walks = walks or (1 if solves == 1 else 2)
-    passing = walks * (loading.spent + batches * running)
-    own = walks * batches * passes * observing + solves * once
+    repeats = RUNS_ON_GPU if on_gpu(subject.placement) else 1
+    once = (solving - repeats * showing - gathering).clamp(min=0)
+    looks = count_passes(block, job.codecs, job.hessian_dtype, subject.budget.hessian_bytes)
+    measures = solves > 1 or not quantizes
+    passing = (measures + quantizes) * (loading.spent + batches * running)
+    own = batches * (quantizes * (gathering + (repeats - 1) * showing) + measures * (gathering + looks * showing))
+    own = own + solves * once
     each = passing + own
     spent = job.blocks * passing + solved * own + ends
     if job.has_head:
@@ -195,6 +199,21 @@ def peak_memory() -> int:
 def device_peak_memory(placement: Placement) -> int | None:
     """What torch has held of a GPU at most, in bytes; None on a CPU."""
     return int(torch.cuda.max_memory_allocated(placement.device)) if on_gpu(placement) else None
+
+
+def _ignore(seen: Activations) -> None:
+    """Nothing is to be known of it."""
+
+
+def _gather(block: Block, hidden: Tensor, rotary: Rotary, job: QuantizeJob) -> None:
+    """Look at a batch once, with a Hessian for each stage."""
+    hessians: dict[str, Hessian] = {}
+
+    def observe(seen: Activations) -> None:
+        features, name, device = seen.inputs.shape[1], seen.stage.name, seen.inputs.device
+        hessians.setdefault(name, Hessian(features, name, device=device, dtype=job.hessian_dtype)).add(seen.inputs)
+
+    block.show(hidden, rotary, observe)
 
 
 def _largest_block(job: QuantizeJob) -> int:

@@ -4,9 +4,10 @@ A step has the tensors of its linears as they go to the disk, the lines of the r
 together from the steps at the end, so that it is the same however often the work was taken up.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +19,15 @@ from quantkit.checkpoint.header import Header
 from quantkit.checkpoint.receipt import Receipt, digest_of_values
 from quantkit.checkpoint.spelling import on_disk
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.commands.quantization.block import SolvedLinear, round_block, solve_block, solve_head
+from quantkit.commands.quantization.block import SolvedLinear, round_block, round_linear, solve_block, solve_head
 from quantkit.commands.quantization.fallback import Descent, rows_at_once, run_in_parts
-from quantkit.commands.quantization.job import QuantizeJob, Subject, rotary_of
+from quantkit.commands.quantization.job import QuantizeJob, Subject, on_gpu, rotary_of
+from quantkit.commands.quantization.passage import HeldPassage, Passage
 from quantkit.commands.quantization.redo_sources import Redo
 from quantkit.commands.quantization.report import LinearResult
 from quantkit.commands.quantization.walk import BlockWalk, step_of
 from quantkit.errors import OWN_FAULT, GateError
 from quantkit.formats.codec import StoredTensor
-from quantkit.formats.dense import DenseTensor
 from quantkit.job.job import Job, Step
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.transformer import Block, Rotary, load_block, load_head
@@ -68,15 +69,13 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
             descent.begin(f"block {index}")
             with kept.step(walk.step(index)) as step:
                 found = _Found(step, subject, f"block {index}", task)
-                made = _BlockMade(job, index, found, sensitivity)
+                made = _BlockMade(job, index, found, sensitivity, partial(walk.aside, index))
                 descent.run(partial(made.solve, stream))
                 seal = None
                 if stream is not None and (index + 1 < job.blocks or has_head):
 
-                    def run_block(hidden: Tensor) -> Tensor:
-                        return descent.run(partial(made.run, hidden))  # noqa: B023 - called before the next is read
-
-                    stream, seal = walk.follow(stream, run_block, index)
+                    leave = partial(made.leave, stream, descent)
+                    stream, seal = walk.follow(leave, index)
                 made.forget()
                 step.finish(found.value(seal, descent))
             walk.leave(index)
@@ -92,8 +91,17 @@ def solve_steps(job: QuantizeJob, kept: Job, sensitivity: Sensitivity | None, pr
 class _BlockMade:
     """One block on its way from dense to quantized, on whatever device there is room."""
 
-    def __init__(self, job: QuantizeJob, index: int, found: "_Found", sensitivity: Sensitivity | None) -> None:
+    def __init__(
+        self,
+        job: QuantizeJob,
+        index: int,
+        found: "_Found",
+        sensitivity: Sensitivity | None,
+        folder: Callable[[str], Path],
+    ) -> None:
         self._job, self._index, self._found, self._sensitivity = job, index, found, sensitivity
+        self._folder = folder
+        self._passage: Passage | None = None
         self._rounded: dict[str, StoredTensor] = {}
         self._block: Block | None = None
         self._runs: tuple[str, Block, Rotary] | None = None
@@ -102,14 +110,16 @@ class _BlockMade:
         """Its linears, but those that are solved already."""
         self._block = None
         block, job = self._loaded(subject), self._job
+        for name, stored in self._rounded.items():
+            round_linear(block.linears[name], stored)
         codecs = {name: codec for name, codec in job.codecs.items() if name not in self._rounded}
-        solutions = (
-            round_block(block, codecs, job.before)
-            if stream is None
-            else solve_block(
+        if stream is None:
+            solutions = round_block(block, codecs, job.before)
+        else:
+            self._passage = self._begin(stream, subject)
+            solutions = solve_block(
                 block,
-                rows_at_once(stream, subject),
-                rotary_of(subject),
+                self._passage,
                 codecs,
                 self._sensitivity,
                 hessian_dtype=job.hessian_dtype,
@@ -118,16 +128,28 @@ class _BlockMade:
                 apart=subject.budget.apart,
                 before=job.before,
             )
-        )
         for name, stored in map(self._found.add, solutions):  # one at a time, and nothing else of it is held
             self._rounded[name] = stored
         self._block = block
 
     def forget(self) -> None:
         """The block; nothing more is to come."""
-        self._block = self._runs = None
+        self._block = self._runs = self._passage = None
 
-    def run(self, hidden: Tensor, subject: Subject) -> Tensor:
+    def leave(self, stream: ActivationStream, descent: Descent, folder: Path) -> ActivationStream:
+        """The states behind the quantized block, from those before it."""
+        name = f"block {self._index}"
+        if isinstance(self._passage, HeldPassage) and self._block is not None:
+            return self._passage.leave(self._block, name, folder)
+        return stream.follow(lambda hidden: descent.run(partial(self._run, hidden)), name, folder=folder)
+
+    def _begin(self, stream: ActivationStream, subject: Subject) -> Passage:
+        """Where work is done on a GPU, products take less time than states on their way to it."""
+        if on_gpu(self._job.subject.placement):
+            return Passage(rows_at_once(stream, subject), rotary_of(subject))
+        return HeldPassage(stream, rotary_of(subject), self._folder)
+
+    def _run(self, hidden: Tensor, subject: Subject) -> Tensor:
         """The quantized block's answer to states `[b, s, hidden]`, in main memory."""
         device = subject.placement.device
         if self._runs is None or self._runs[0] != device:
@@ -140,8 +162,9 @@ class _BlockMade:
         block, self._block = self._block, None
         if block is None or block.device.type != torch.device(subject.placement.device).type:
             block = self._loaded(subject)
-        for name, linear in block.linears.items():
-            linear.replace(as_read(self._rounded[name]) if name in self._rounded else linear.stored)
+            for name, stored in self._rounded.items():
+                round_linear(block.linears[name], stored)
+        for linear in block.linears.values():
             linear.settle()
         return block
 
@@ -219,11 +242,6 @@ def solved_linears(kept: Job) -> list[LinearResult]:
 def solved_blocks(kept: Job) -> int:
     """Blocks that are solved."""
     return sum(name != HEAD_STEP for name in solved_steps(kept))
-
-
-def as_read(stored: StoredTensor) -> DenseTensor:
-    """A linear as the readers of the file will have it."""
-    return DenseTensor(stored.dequantize().T, stored.bias)
 
 
 class _Found:

@@ -6,8 +6,7 @@ so that for a moment there are two of them on the disk, and in memory never more
 
 from collections.abc import Callable
 from itertools import count
-
-from torch import Tensor
+from pathlib import Path
 
 from quantkit.calibration.stream import ActivationStream
 from quantkit.commands.quantization.job import Subject, on_gpu
@@ -59,13 +58,16 @@ class BlockWalk:
         folder = self._job.new_states(name)
         return ActivationStream.start(embedding, rows, batch_rows=batch_rows, folder=folder)
 
-    def follow(
-        self, stream: ActivationStream, run_block: Callable[[Tensor], Tensor], index: int
-    ) -> tuple[ActivationStream, str]:
-        """The states behind a block, on the disk, and their seal. Those before it stay until `leave`."""
-        behind = stream.follow(run_block, f"block {index}", folder=self._job.new_states(self.step(index + 1)))
+    def aside(self, index: int, part: str) -> Path:
+        """A folder for what is reached inside a block, until `leave`."""
+        return self._job.new_states(f"{self.step(index)} {part}")
+
+    def follow(self, leave: Callable[[Path], ActivationStream], index: int) -> tuple[ActivationStream, str]:
+        """The states behind a block, which `leave` puts into a folder, and their seal. Those before it stay until
+        `leave`."""
+        behind = leave(self._job.new_states(self.step(index + 1)))
         return behind, behind.seal()
 
     def leave(self, index: int) -> None:
-        """The states before a block go, once its step is finished."""
+        """The states before a block and inside it go, once its step is finished."""
         self._job.keep_states(self.step(index + 1))

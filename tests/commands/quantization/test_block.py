@@ -1,5 +1,7 @@
 """Hessians of a block, weighted by what a backward pass found, against sums over its tokens."""
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from quantkit.calibration.stream import ActivationStream
 from quantkit.checkpoint.reader import open_checkpoint
 from quantkit.commands.quantization.block import solve_block, solve_stage
 from quantkit.commands.quantization.hessians import UNKNOWN, ReadyStage, ready_stages
+from quantkit.commands.quantization.passage import HeldPassage, Passage, whole_block
 from quantkit.formats.gptq import GptqCodec
 from quantkit.models import catalog
 from quantkit.models.config import ModelConfig
@@ -20,6 +23,7 @@ from quantkit.models.fan import Activations
 from quantkit.models.transformer import Block, Rotary, load_block, load_embedding
 from quantkit.progress import Silent
 from quantkit.solver.inverse import factor
+from quantkit.solver.replaced import relative_error
 
 ROWS = torch.randint(5, 320, (10, 40), generator=torch.Generator().manual_seed(3))
 MEASURED = 4
@@ -37,6 +41,10 @@ def prepare(path: Path, batch_rows: int) -> tuple[Sensitivity, Block, Activation
     return found, block, stream, Rotary.at(parts[1].ropes, torch.arange(ROWS.shape[1])[None])
 
 
+def ready_in(block: Block, stream: ActivationStream, rotary: Rotary, *known: Sensitivity | None, **options: Any) -> Iterator[ReadyStage]:
+    return ready_stages(block, block.stages(), whole_block(stream, rotary), stream.tokens, *known, **options)
+
+
 def hessian_of(ready: ReadyStage) -> torch.Tensor:
     factor = ready.factor
     product = factor.lower.double().T @ (factor.pivots.double()[:, None] * factor.lower.double())
@@ -50,7 +58,7 @@ def test_a_quarter_of_a_hessian_is_weighted_by_gradients(family: str, tmp_path: 
     whole: dict[str, Activations] = {}
     (hidden,) = [torch.cat(list(stream.batches()))]
     block.forward(hidden, rotary, observe=lambda seen: whole.__setitem__(seen.stage.name, seen))
-    ready = {stage.names: stage for stage in ready_stages(block, stream, rotary, block.linears, found)}
+    ready = {stage.names: stage for stage in ready_in(block, stream, rotary, found)}
     assert set(ready) == {seen.stage.linears for seen in whole.values()}
     for name, seen in whole.items():
         x = seen.inputs.double()
@@ -65,13 +73,60 @@ def test_a_quarter_of_a_hessian_is_weighted_by_gradients(family: str, tmp_path: 
         assert (result - total).abs().max() < 1e-4 * total.diagonal().max()
 
 
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen2MoeForCausalLM"])
+@pytest.mark.parametrize("left_out", ["", "down_proj", "self_attn", "proj"])
+def test_what_is_held_inside_a_block_changes_nothing(family: str, left_out: str, tmp_path: Path) -> None:
+    path = tiny.write_model(tmp_path / "model", family, tokenizer=False)
+    results, behind = [], []
+    for kind, folder in ((Passage, None), (HeldPassage, None), (HeldPassage, tmp_path)):
+        found, block, stream, rotary = prepare(path, 4)
+        codecs = {name: GptqCodec(4, 32) for name in block.linears if not left_out or left_out not in name}
+        passage = kind(stream, rotary, *([partial(new_folder, folder)] if folder else []))
+        solved = {one.result.name: one for one in solve_block(block, passage, codecs, found)}
+        assert solved.keys() == codecs.keys()
+        results.append({name: one.stored.tensors() for name, one in solved.items()})
+        plain = torch.cat([block.forward(hidden, rotary) for hidden in stream.batches()])
+        behind.append(plain)
+        if isinstance(passage, HeldPassage):
+            assert torch.equal(torch.cat(list(passage.leave(block, "block 0").batches())), plain)
+    for other, states in zip(results[1:], behind[1:], strict=True):
+        assert torch.equal(states, behind[0])
+        for name, tensors in results[0].items():
+            assert tensors.keys() == other[name].keys()
+            assert all(torch.equal(tensor, other[name][suffix]) for suffix, tensor in tensors.items())
+
+
+def new_folder(root: Path, part: str) -> Path:
+    (root / part).mkdir()
+    return root / part
+
+
+def test_a_linear_is_solved_for_what_rounded_ones_give_it(tmp_path: Path) -> None:
+    _, block, stream, rotary = prepare(tiny.write_model(tmp_path / "model", "LlamaForCausalLM", tokenizer=False), 4)
+    weights = {name: linear.weight() for name, linear in block.linears.items()}
+    before = {ready.names: ready for ready in ready_in(block, stream, rotary)}
+    codecs = {name: GptqCodec(2, 32) for name in block.linears}
+    solved = {one.result.name: one for one in solve_block(block, Passage(stream, rotary), codecs)}
+    assert list(solved) == list(weights)
+    for ready in ready_in(block, stream, rotary):
+        for name in ready.names:
+            own, rounded = weights[name], solved[name].weight()
+            by_rounded, by_dense = (
+                relative_error(lambda outputs, own=own: own[:, outputs], rounded, known.factor)
+                for known in (ready, before[ready.names])
+            )
+            assert solved[name].result.error == pytest.approx(by_rounded, rel=1e-4)
+            first = "q_proj" in name or "k_proj" in name or "v_proj" in name
+            assert (by_dense == pytest.approx(by_rounded, rel=1e-4)) == first
+
+
 def test_batches_do_not_change_what_is_solved(tmp_path: Path) -> None:
     path = tiny.write_model(tmp_path / "model", "Qwen2MoeForCausalLM", tokenizer=False)
     results = []
     for batch_rows in (1, 4):
         found, block, stream, rotary = prepare(path, batch_rows)
         codecs = {name: GptqCodec(4, 32) for name in block.linears}
-        results.append({solved.result.name: solved for solved in solve_block(block, stream, rotary, codecs, found)})
+        results.append({solved.result.name: solved for solved in solve_block(block, Passage(stream, rotary), codecs, found)})
     # Attention over other batches rounds differently, so codes may; the errors may not.
     for name, solved in results[0].items():
         assert results[1][name].result.tokens == solved.result.tokens
@@ -89,7 +144,7 @@ def test_an_expert_without_gradients_is_token_normalised_and_said_so(tmp_path: P
     (linears,) = (stage.linears for stage in block.stages() if stage.name == missing)
     remarks = {}
     for given in (found, less, None):
-        ready = {stage.names: stage for stage in ready_stages(block, stream, rotary, block.linears, given)}
+        ready = {stage.names: stage for stage in ready_in(block, stream, rotary, given)}
         remarks[given] = ready[linears].fallback, hessian_of(ready[linears])
     assert remarks[found][0] is None and remarks[None][0] is None
     assert remarks[less][0] == UNKNOWN
@@ -106,7 +161,7 @@ def test_an_expert_reached_by_all_tokens_has_the_hessian_of_its_answers_to_them(
     seen_by_all: dict[str, Activations] = {}
     reached = widely.forward(hidden, rotary, observe=lambda seen: seen_by_all.__setitem__(seen.stage.name, seen))
     assert (reached - plain).abs().max() < 1e-5 * plain.abs().max()
-    ready = {stage.names: stage for stage in ready_stages(block, stream, rotary, block.linears, route_all=True)}
+    ready = {stage.names: stage for stage in ready_in(block, stream, rotary, route_all=True)}
     assert len(ready) == len(block.stages())
     first = hessian_of(ready[states[block.experts[0][0]].stage.linears])
     for inputs, outputs in block.experts:
