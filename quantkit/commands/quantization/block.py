@@ -97,9 +97,10 @@ def solve_block(
                 for solved in solve_stage(block.linears, own, codecs, known, apart=apart, before=before):
                     yield solved
                     round_linear(block.linears[solved.result.name], solved.stored)
+                    del solved  # as the factor below, while others are made
                 if apart:
                     heap.give_back()
-            del ready, own  # their factor, while the next one is made
+            del ready, own
 
 
 def round_linear(linear: Linear, stored: StoredTensor) -> None:

@@ -13,6 +13,10 @@ FEW_TOKENS = (
     "in smaller batches an expert may get fewer than 32 tokens of a batch at a time, whose products are rounded "
     "otherwise: the last bits may differ from those of a run with more memory"
 )
+FEW_PREDICTIONS = (
+    "gradients begin with fewer predictions at a time, whose products some processors round otherwise (those without "
+    "AVX-512, seen): the result may differ in a few bits from that of a run with more memory"
+)
 
 
 @dataclass(frozen=True, slots=True)

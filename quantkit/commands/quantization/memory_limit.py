@@ -1,8 +1,9 @@
 """`--max-memory`: the budget that keeps a process below a limit, from the shapes of the model, known before any work.
 
 Smaller batches, one Hessian at a time and states in files take more time; the bytes of the result stay the same, but
-for what `FEW_TOKENS` says of mixtures. What is said here of memory was held to what was seen:
-docs/results/memory-limit.md. On a GPU the limit is what is free there, and what does not fit is done on the CPU.
+for what `FEW_TOKENS` says of mixtures and `FEW_PREDICTIONS` of gradients. What is said here of memory was held to what
+was seen: docs/results/memory-limit.md. On a GPU the limit is what is free there, and what does not fit is done on the
+CPU.
 """
 
 import math
@@ -18,7 +19,14 @@ from quantkit.calibration.gradients import BATCH_TOKENS, LOGITS_AT_ONCE
 from quantkit.commands.quantization.effort import EFFORTS, UNTUNED, Effort
 from quantkit.commands.quantization.fallback import levels
 from quantkit.commands.quantization.job import Subject, on_gpu
-from quantkit.commands.quantization.memory_budget import DEFAULT, FEW_TOKENS, SPILL_BYTES, WALK_TOKENS, Budget
+from quantkit.commands.quantization.memory_budget import (
+    DEFAULT,
+    FEW_PREDICTIONS,
+    FEW_TOKENS,
+    SPILL_BYTES,
+    WALK_TOKENS,
+    Budget,
+)
 from quantkit.commands.quantization.memory_estimate import SINGLE, device_peak, peak
 from quantkit.errors import CalibrationError, UsageError
 from quantkit.heap import resident
@@ -96,7 +104,7 @@ def limited(
                 f"`--max-memory` does not hold with `--device {subject.placement.device}`", hint="use one of the two"
             )
         takes = partial(device_peak, weighs=weighs, measures=measures, hessian_bytes=hessian_bytes, alone=alone)
-        return _fitting(subject, takes, progress)
+        return _told(_fitting(subject, takes, progress), weighs=weighs)
     if limit is None:
         return subject
     heap.give_back()
@@ -113,7 +121,7 @@ def limited(
         if needs <= limit:
             if budget != DEFAULT:
                 heap.spare()
-            return _told(replace(subject, budget=budget))
+            return _told(replace(subject, budget=budget), weighs=weighs)
     shorter = subject.rows.shape[1] // 2 if subject.rows.numel() else 0
     other = f", or shorter rows with `--length {shorter}`" if shorter >= 64 else ""
     raise CalibrationError(
@@ -132,14 +140,17 @@ def _fitting(subject: Subject, needs: Callable[[Subject], int], progress: Progre
     least = f": {chosen.words}" if chosen.words else ""
     needed = f"about {needs(chosen.subject) / MIB:,.0f} MiB are needed of `{device}`"
     progress.say(f"{needed}, {free / MIB:,.0f} MiB are free there{least}")
-    return _told(chosen.subject)
+    return chosen.subject
 
 
-def _told(subject: Subject) -> Subject:
-    """The subject with a note where its batches, smaller than usual, may show in the result."""
-    if subject.config.experts is None or subject.budget.walk_tokens >= DEFAULT.walk_tokens:
-        return subject
-    return replace(subject, notes=(*subject.notes, FEW_TOKENS))
+def _told(subject: Subject, *, weighs: bool) -> Subject:
+    """The subject with notes where its batches, smaller than usual, may show in the result."""
+    budget, notes = subject.budget, subject.notes
+    if subject.config.experts is not None and budget.walk_tokens < DEFAULT.walk_tokens:
+        notes = (*notes, FEW_TOKENS)
+    if weighs and budget.logits_at_once < DEFAULT.logits_at_once:
+        notes = (*notes, FEW_PREDICTIONS)
+    return replace(subject, notes=notes)
 
 
 def budgets(subject: Subject) -> Iterator[Budget]:
