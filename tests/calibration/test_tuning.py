@@ -16,6 +16,7 @@ from quantkit.errors import CalibrationError
 from quantkit.formats.codec import StoredTensor
 from quantkit.formats.gptq import GptqCodec
 from quantkit.models import catalog
+from quantkit.models.block import read_block
 from quantkit.models.config import ModelConfig
 from quantkit.models.transformer import Model
 from quantkit.progress import Silent
@@ -126,7 +127,7 @@ def test_gradients_are_those_of_one_graph(family: str, scattered: bool, tmp_path
         student = tuning._Student(original, held, config, architecture, "cpu")
         teacher = tuning._Reader(original, config, architecture, torch.float32, "cpu")
         learner = tuning._Reader(student, config, architecture, torch.float32, "cpu")
-        loss = learner.descend(ROWS, teacher.hidden(ROWS)[-1], teacher.head)
+        loss = learner.descend(ROWS, teacher.leaving(ROWS), teacher.head)
     assert loss == pytest.approx(expected, rel=1e-4)
     found = {name: leaf.grad for name, leaf in student._changes.items() if leaf.grad is not None}
     assert found.keys() == gradients.keys()
@@ -160,6 +161,18 @@ def test_same_seed_same_result_and_the_seed_matters(tmp_path: Path, monkeypatch:
     first, again, other = (run(path, held, passes=1, seed=seed) for seed in (5, 5, 6))
     assert all(torch.equal(first.scales[name], scale) for name, scale in again.scales.items())
     assert any(not torch.equal(first.scales[name], scale) for name, scale in other.scales.items())
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Qwen2MoeForCausalLM"])
+def test_graphs_that_are_held_give_the_same(family: str, tmp_path: Path) -> None:
+    path = tiny.write_model(tmp_path / "model", family, dtype="float32")
+    held = Held(path)
+    one = tuning.graph_bytes(read_block(*parts(path), 0, torch.float32), ROWS.numel())
+    none, first, both = (run(path, held, passes=2, graphs=graphs) for graphs in (0, one, 1 << 40))
+    assert none.course == first.course == both.course
+    for name, scale in none.scales.items():
+        assert torch.equal(first.scales[name], scale) and torch.equal(both.scales[name], scale)
+        assert not torch.equal(held.scales[name], scale) or family == "Qwen2MoeForCausalLM"
 
 
 def test_codes_that_are_not_held_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

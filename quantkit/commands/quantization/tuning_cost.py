@@ -43,9 +43,10 @@ def tuning_bytes(job: QuantizeJob, effort: Effort) -> int:
     codes = sum(spec.in_features * spec.out_features for spec in linears.values())
     scales = sum(_groups(job, spec) * spec.out_features for spec in linears.values())
     config, rows = job.subject.config, effort.tuned(job.subject.rows)
-    states = max(rows.shape[1], tuning.BATCH_TOKENS) * config.num_layers + rows.numel()
+    states = _step_tokens(rows) * config.num_layers + rows.numel()
     single = torch.float32.itemsize
-    return min(codes, tuning.HELD_BYTES) + single * (NUMBERS_OF_A_SCALE * scales + states * config.hidden_size)
+    held = min(codes, tuning.HELD_BYTES) + min(_graphs(job, rows), tuning.GRAPH_BYTES)
+    return held + single * (NUMBERS_OF_A_SCALE * scales + states * config.hidden_size)
 
 
 def _step(job: QuantizeJob, rows: Tensor, layers: int) -> None:
@@ -62,7 +63,20 @@ def _step(job: QuantizeJob, rows: Tensor, layers: int) -> None:
         dtype=place.dtype,
         device=place.device,
         progress=Silent(),
+        graphs=tuning.GRAPH_BYTES if _graphs(job, rows) <= tuning.GRAPH_BYTES else 0,
     )
+
+
+def _step_tokens(rows: Tensor) -> int:
+    return max(rows.shape[1], min(tuning.BATCH_TOKENS, rows.numel()))
+
+
+def _graphs(job: QuantizeJob, rows: Tensor) -> int:
+    """What all blocks compute in a step, as `tuning.graph_bytes` counts it."""
+    linears = job.subject.linears
+    numbers = sum(spec.in_features * spec.out_features for spec in linears)
+    numbers += 2 * _step_tokens(rows) * sum(spec.in_features + spec.out_features for spec in linears)
+    return numbers * job.subject.placement.dtype.itemsize
 
 
 class _Blank:
