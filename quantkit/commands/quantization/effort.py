@@ -45,7 +45,7 @@ _ALL = (
     Effort("best", weighs=True, tunes=4, tunes_all=True, allots=True),
 )
 EFFORTS = {effort.name: effort for effort in _ALL}
-TUNED_TOKENS = 6144
+TUNED_TOKENS = 10240
 UNTUNED = "scales and norms are not tuned: `--max-memory` does not hold for that, and without it less would be lost"
 HESSIAN_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

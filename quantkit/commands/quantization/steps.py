@@ -110,8 +110,6 @@ class _BlockMade:
         """Its linears, but those that are solved already."""
         self._block = None
         block, job = self._loaded(subject), self._job
-        for name, stored in self._rounded.items():
-            round_linear(block.linears[name], stored)
         codecs = {name: codec for name, codec in job.codecs.items() if name not in self._rounded}
         if stream is None:
             solutions = round_block(block, codecs, job.before)
@@ -144,7 +142,7 @@ class _BlockMade:
         return stream.follow(lambda hidden: descent.run(partial(self._run, hidden)), name, folder=folder)
 
     def _begin(self, stream: ActivationStream, subject: Subject) -> Passage:
-        """Where work is done on a GPU, products take less time than states on their way to it."""
+        """Nothing is held where work is done on a GPU: products take less time there than states on their way to it."""
         if on_gpu(self._job.subject.placement):
             return Passage(rows_at_once(stream, subject), rotary_of(subject))
         return HeldPassage(stream, rotary_of(subject), self._folder)
@@ -162,16 +160,18 @@ class _BlockMade:
         block, self._block = self._block, None
         if block is None or block.device.type != torch.device(subject.placement.device).type:
             block = self._loaded(subject)
-            for name, stored in self._rounded.items():
-                round_linear(block.linears[name], stored)
         for linear in block.linears.values():
             linear.settle()
         return block
 
     def _loaded(self, subject: Subject) -> Block:
+        """With what is solved of it as far as that goes."""
         placement = subject.placement
         place = self._job.source, subject.config, subject.architecture
-        return load_block(*place, self._index, placement.dtype, placement.device)
+        block = load_block(*place, self._index, placement.dtype, placement.device)
+        for name, stored in self._rounded.items():
+            round_linear(block.linears[name], stored)
+        return block
 
 
 def _solved_head(job: QuantizeJob, stream: ActivationStream | None, subject: Subject) -> SolvedLinear:
