@@ -92,8 +92,8 @@ def quantize(
             help="nearest: rounded, without calibration, in seconds. fast: errors are passed on to where they do least "
             "harm, one forward pass over the text and half as much again. default: and tokens and outputs weighed by "
             "their gradients, about four more over 8,192 tokens; with GPTQ, scales and norms tuned to what the "
-            "original says, about four more over 10,240. best: GPTQ only, and tuned four times over the whole text, about "
-            "thirteen more; the least damage.",
+            "original says, about four more over 10,240. best: GPTQ only, and tuned four times over the whole text, "
+            "about thirteen more; the least damage.",
         ),
     ] = "default",
     bpw: Annotated[
