@@ -180,8 +180,8 @@ def test_the_prediction_is_checked_on_a_few_blocks(model: Path, measured: Path) 
 def test_what_is_seen_is_the_divergence_of_the_quantized_model(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, so that the plan's own run has the same Hessians; its outputs do not make up for each other, which
-    they do not in a measurement."""
+    """Nearly: a measurement solves each linear for what unquantized ones give it. In float32, and its outputs do not make
+    up for each other, which they do not in a measurement."""
     monkeypatch.setattr(block, "factor_outputs", lambda covariances: None)
     options = {"samples": 8, "length": 64, "dtype": "fp32"}
     found = run(MeasureSettings(str(model), tmp_path / "m.json", **options), Silent()).measurement
@@ -195,7 +195,7 @@ def test_what_is_seen_is_the_divergence_of_the_quantized_model(
     rows = token_rows("bundled", Tokenizer.open(model), 8, 64, 0)
     before, after = (quantkit.load(folder)(rows).double().log_softmax(-1) for folder in (model, tmp_path / "out"))
     divergence = float((before.exp() * (before - after)).sum(-1).mean())
-    assert found.checks[1].seen == pytest.approx(divergence, rel=1e-3)
+    assert found.checks[1].seen == pytest.approx(divergence, rel=0.03)
 
 
 def test_the_worst_block_is_checked_as_well(tmp_path: Path) -> None:

@@ -141,13 +141,12 @@ def test_the_head_of_exl2_that_was_an_embedding_is_redone(tmp_path: Path) -> Non
 
 
 def test_inputs_are_those_that_the_quantized_blocks_before_give(model: Path, whole: Path, out: Path) -> None:
-    """What q, k and v of a block read is then as it was when all of it was quantized: the same codes, and another down,
-    whose gate and up are quantized now."""
+    """As they were when all of it was quantized: the same codes."""
     report = again(model, out, r".*layers\.1\.self_attn\.[qkv]_proj")
     assert len(report.made.linears) == 3 and changed(whole, out) == set()
     assert all(linear.error == pytest.approx(linear.error_before, rel=1e-3) for linear in report.made.linears)
     again(model, out, DOWN)
-    assert changed(whole, out) == {NAME}
+    assert changed(whole, out) == set()
 
 
 def test_blocks_behind_the_last_linear_are_not_walked(model: Path, out: Path, monkeypatch) -> None:
@@ -178,7 +177,7 @@ def test_what_was_rounded_to_nearest_gets_better(model: Path, tmp_path: Path) ->
 
 def test_best_tunes_the_scales_of_what_is_redone_alone(model: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tuning, "BATCH_TOKENS", 128)
-    text = {"samples": 8, "length": 64, "bits": 2, "sym": False}
+    text = {"samples": 16, "length": 64, "bits": 2, "sym": False}
     quantize(model, tmp_path / "out", effort="best", **text)
     before, default = (shutil.copytree(tmp_path / "out", tmp_path / name) for name in ("before", "default"))
     assert not torch.equal(tensors(before)[NORM], tensors(model)[NORM]), "norms are tuned"
