@@ -19,7 +19,7 @@ demo: setup  ## the main job on a real model: import, quantize, measure the dama
 	$(BIN)/quantkit generate $(DEMO)/smollm2-gptq --chat "What is gravity? Answer in two sentences."
 
 test: setup  ## the fast suite, two processes of one thread each
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 peers: .venv-peers/.ready  ## other tools that read and write the same formats, in an environment of their own
 

@@ -19,7 +19,7 @@ def plain_torch(monkeypatch) -> None:
     monkeypatch.setenv("QUANTKIT_BACKEND", "reference")
 
 
-@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", pytest.param("Qwen3MoeForCausalLM", marks=pytest.mark.proof)])
 def test_the_measurement_is_that_of_the_cpu(family: str, tmp_path: Path, monkeypatch) -> None:
     model = tiny.write_model(tmp_path / "model", family, dtype="bfloat16")
     usual = run(MeasureSettings(str(model), tmp_path / "cpu.json", **TEXT), Silent())

@@ -71,7 +71,7 @@ def test_the_bytes_are_those_of_the_cpu(way: str, model: Path, tmp_path: Path, m
     assert card.live == 0
 
 
-@pytest.mark.parametrize(("family", "format"), [("Qwen3MoeForCausalLM", "gptq"), ("Gemma2ForCausalLM", "exl2")])
+@pytest.mark.parametrize(("family", "format"), [("Qwen3MoeForCausalLM", "gptq"), pytest.param("Gemma2ForCausalLM", "exl2", marks=pytest.mark.proof)])
 def test_other_families(family: str, format: str, tmp_path: Path, monkeypatch) -> None:
     """Experts, and capped logits in a backward pass with bfloat16; where Hessians are summed as on the card."""
     monkeypatch.setattr(cpu, "HAS_PAIR_PRODUCTS", False)
