@@ -77,9 +77,8 @@ class HeldPassage(Passage):
         super().go(block, leg)
         if leg.made is None:
             return
-        made = (leg.run(block, self._rotary, reached)[leg.made] for reached in self._reached(block))
         folder = None if self._folder is None else self._folder(f"leg {len(self._gone)}")
-        stream = self._hidden.aside(made, folder=folder)
+        stream = self._hidden.aside(self._run(block, leg, leg.made), folder=folder)
         if leg.made == HIDDEN:
             self._hidden, self._inner = stream, None
         else:
@@ -96,6 +95,13 @@ class HeldPassage(Passage):
             return leave(block, reached)
 
         return self._hidden.follow(run, name, folder=folder)
+
+    def _run(self, block: Block, leg: Leg, place: int) -> Iterator[Tensor]:
+        """What is new at the end of a leg, batch after batch."""
+        for reached in self._reached(block):
+            made = leg.run(block, self._rotary, reached)[place]
+            assert made is not None
+            yield made
 
     def _reached(self, block: Block) -> Iterator[Reached]:
         return map(Reached, self._hidden.batches(), self._read_inner())
